@@ -41,7 +41,7 @@ def train(example: str, wire: str, seed: int) -> dict[str, float]:
     import model as parts
 
     options = {} if wire == "float32" else {"wire_dtype": getattr(torch, wire)}
-    common: dict[str, Any] = {**LENGTHS[example], "strategy_options": options, "progress": False}
+    common: dict[str, Any] = {**LENGTHS[example], "report": photinus.Reporting(progress=False)}
     with photinus.init("photinus", seed=seed):
         if example == "digits":
             sets = data.digits()
@@ -60,6 +60,7 @@ def train(example: str, wire: str, seed: int) -> dict[str, float]:
             common["scheduler"] = torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda step: min((step + 1) / 50, 1 - step / common["steps"])
             )
+        net, optimizer = photinus.wrap(net, optimizer, **options)
         trainer = photinus.Trainer(net, optimizer, loss, metrics={"accuracy": parts.accuracy}, **common)
         return trainer.fit(*sets).metrics
 

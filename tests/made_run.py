@@ -72,9 +72,9 @@ def write_run(
         StepLoss(i, (i - 1) // steps + 1, math.nan if i in nan_steps else 2.0 / (1 + i / steps), 64)
         for i in range(1, total + 1)
     ]
-    files.append_losses(rows[:first], 1)
-    files.append_losses(rows[first:], 2)
-    files.write_metrics(
+    files.add_losses(rows[:first], 1)
+    files.add_losses(rows[first:], 2)
+    files.add_row(
         [
             {
                 "epoch": e,

@@ -26,6 +26,7 @@ from photinus import env
 from photinus.trainer import unwrap
 
 FEATURES, CLASSES = 6, 3
+QUIET = photinus.Reporting(progress=False, curves=False)
 
 
 def points(samples: int = 48) -> TensorDataset:
@@ -100,6 +101,8 @@ def train(
     seed: int = 7,
     backend: str = "gloo",
     wait_s: float = 0.0,
+    save_every: int | None = None,
+    num_workers: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """One process's life: trains until the end, or until the body of step `cut_at_step`, after its optimizer step."""
@@ -107,11 +110,11 @@ def train(
         plain = Net(dropout)
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-        train_set = Noisy(points(samples)) if noisy else points(samples)
-        options = {"progress": False, "curves": False, **options}
-        loop = photinus.Loop(
-            model, optimizer, train_set, batch_size=batch_size, epochs=epochs, out=out, scheduler=scheduler, **options
-        )
+        train_set: Any = Noisy(points(samples)) if noisy else points(samples)
+        batches = photinus.loader(train_set, batch_size=batch_size, num_workers=num_workers)
+        options = {"report": QUIET, "save": photinus.Saving(every_steps=save_every), **options}
+        state = {"scheduler": scheduler}
+        loop = photinus.Loop(model, optimizer, batches, epochs=epochs, out=out, state=state, **options)
         began_at = loop.step
         for inputs, targets in loop:
             loop.backward(cross_entropy(model(inputs), targets))

@@ -25,6 +25,6 @@ with photinus.init(args.backend, args.device, seed=args.seed):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     trainer = photinus.Trainer(model, optimizer, cross_entropy, epochs=args.epochs, batch_size=args.batch_size,
         metrics={"accuracy": accuracy}, scheduler=CosineAnnealingLR(optimizer, args.epochs), strategy=args.strategy,
-        out=args.out, resume=args.resume, save_every_steps=args.save_every_steps,
-        tensorboard=args.tensorboard, config=args)  # fmt: skip
+        out=args.out, resume=args.resume, save=photinus.Saving(every_steps=args.save_every_steps),
+        report=photinus.Reporting(tensorboard=args.tensorboard), config=args)  # fmt: skip
     trainer.fit(train_set, valid_set)

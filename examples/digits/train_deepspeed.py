@@ -22,7 +22,8 @@ with photinus.init(args.backend, args.device, seed=args.seed):
         auto={"lr": args.lr, "train_batch_size": args.batch_size, "total_num_steps": steps})  # fmt: skip
     model = DigitsNet()
     optimizer = config.make_optimizer(model.parameters())
+    model, optimizer = photinus.wrap(model, optimizer, **config.wrap_options())
     trainer = photinus.Trainer(model, optimizer, cross_entropy, epochs=args.epochs, metrics={"accuracy": accuracy},
         scheduler=config.make_scheduler(optimizer), out=args.out, resume=args.resume, config=args,
-        save_every_steps=args.save_every_steps, **config.trainer_options())  # fmt: skip
-    trainer.fit(train_set, valid_set)
+        save=photinus.Saving(every_steps=args.save_every_steps), **config.trainer_options())  # fmt: skip
+    trainer.fit(photinus.loader(train_set, **config.loader_options()), valid_set)

@@ -24,7 +24,8 @@ with photinus.init(args.backend, args.device, seed=args.seed):
     model, optimizer = photinus.wrap(model, torch.optim.AdamW(model.parameters(), lr=args.lr), strategy=args.strategy)
     scheduler = CosineAnnealingLR(optimizer, args.epochs)
     loop = photinus.Loop(model, optimizer, train_set, batch_size=args.batch_size, epochs=args.epochs, out=args.out,
-        resume=args.resume, save_every_steps=args.save_every_steps, scheduler=scheduler, config=args)  # fmt: skip
+        resume=args.resume, save=photinus.Saving(every_steps=args.save_every_steps), state={"scheduler": scheduler},
+        config=args)  # fmt: skip
     for images, targets in loop:
         loop.backward(cross_entropy(model(images), targets))
         optimizer.step()

@@ -57,8 +57,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 model, optimizer = photinus.wrap(model, optimizer)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+state = {"scheduler": scheduler}
 loop = photinus.Loop(
-    model, optimizer, train_set, batch_size=128, epochs=args.epochs, out=args.out, scheduler=scheduler, config=args
+    model, optimizer, train_set, batch_size=128, epochs=args.epochs, out=args.out, state=state, config=args
 )
 for images, kinds in loop:
     loss = nn.functional.cross_entropy(model(images), kinds)

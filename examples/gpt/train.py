@@ -53,7 +53,7 @@ def main() -> None:
             clip_norm=1.0,
             strategy=args.strategy,
             out=args.out,
-            best="-valid_loss",
+            save=photinus.Saving(best="-valid_loss"),
             config=args,
         )
         result = trainer.fit(train_set, valid_set)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .parallel import trace as trace
     from .run.from_python import launch as launch
     from .trainer import Loop as Loop
+    from .trainer import Reporting as Reporting
+    from .trainer import Saving as Saving
     from .trainer import Suspended as Suspended
     from .trainer import Trainer as Trainer
     from .trainer import backward as backward
@@ -42,8 +44,8 @@ _HOMES = {
         "run.from_python": ("launch",),
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
-            *("Loop", "Suspended", "Trainer", "backward", "evaluate", "init", "load", "loader", "save"),
-            *("suspend", "suspend_requested", "unwrap", "wrap"),
+            *("Loop", "Reporting", "Saving", "Suspended", "Trainer", "backward", "evaluate", "init", "load"),
+            *("loader", "save", "suspend", "suspend_requested", "unwrap", "wrap"),
         ),
         "job.world": ("World",),
     }.items()

@@ -21,6 +21,7 @@ from photinus.parallel import STRATEGIES, strategy_of
 from photinus.parallel.zero.split_states import is_split
 from photinus.trainer.checkpoint.states import load_into, state_of
 from tests.optimizers import KINDS, Matrices, make_step
+from tests.small_run import QUIET
 
 TOKENS, WIDTH, BATCH = 11, 6, 12
 DEVICE = os.environ.get("DEVICE_OF_TEST", "cpu")
@@ -500,7 +501,7 @@ class Cases:
             compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), strategy=strategy, shard=[nn.Linear]
         )
         average.module = photinus.wrap(average.module, strategy=strategy)
-        loop = photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=2, epochs=1, progress=False)
+        loop = photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=2, epochs=1, report=QUIET)
         with torch.inference_mode():
             plain(torch.ones(1, 2))
         for (x,) in loop:
@@ -555,7 +556,7 @@ class Cases:
             )
             data = TensorDataset(*(torch.cat(parts) for parts in zip(*(batch(s) for s in range(3)), strict=True)))
             loop = photinus.Loop(model, one, data, batch_size=12, epochs=epochs, out=where, state={"two": two},
-                progress=False, curves=False)  # fmt: skip
+                report=QUIET)  # fmt: skip
             for x, y in loop:
                 loop.backward(cross_entropy(model(x), y))
                 loop.clip(1.0)

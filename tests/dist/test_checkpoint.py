@@ -29,6 +29,7 @@ from photinus.trainer.checkpoint.statefile import load, save
 from photinus.trainer.checkpoint.states import state_of
 from photinus.trainer.data import rng
 from tests.ranks import run_ranks, values
+from tests.small_run import QUIET
 
 
 def ddp_model(seed: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -227,7 +228,7 @@ def trains(strategy: str, epochs: int) -> tuple[Any, photinus.Loop]:
     plain = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     model, optimizer = photinus.wrap(plain, torch.optim.Adam(plain.parameters(), lr=0.01), strategy=strategy)
     data = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(1)))
-    loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=epochs, out="run", progress=False, curves=False)
+    loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=epochs, out="run", report=QUIET)
     for (batch,) in loop:
         loop.backward(model(batch).square().mean())
         optimizer.step()

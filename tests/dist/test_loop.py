@@ -18,7 +18,7 @@ from photinus.errors import WorldSizeError
 from photinus.runlog.tables import read_rows
 from photinus.trainer.data import rng
 from tests.ranks import run_ranks, values
-from tests.small_run import Net, Numbered, train
+from tests.small_run import QUIET, Net, Numbered, train
 
 SAMPLES, BATCH_SIZE = 65, 13  # 5 steps an epoch; 2 and 3 ranks get parts that differ by a sample
 
@@ -26,7 +26,7 @@ SAMPLES, BATCH_SIZE = 65, 13  # 5 steps an epoch; 2 and 3 ranks get parts that d
 def _loop(dataset: Any = None, **options: Any) -> photinus.Loop:
     plain = torch.nn.Linear(1, 1)
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    options = {"batch_size": BATCH_SIZE, "epochs": 2, "progress": False, "curves": False, **options}
+    options = {"batch_size": BATCH_SIZE, "epochs": 2, "report": QUIET, **options}
     return photinus.Loop(model, optimizer, dataset or Numbered(SAMPLES), **options)
 
 
@@ -46,7 +46,7 @@ def read_samples(rank: int, world_size: int, out: str, from_step: int, to_step: 
     seen: list[list[int]] = []
     torch.manual_seed(1)  # all ranks alike, as scripts do
     with photinus.init("gloo", "cpu"):
-        loop = _loop(out=out, save_every_steps=1)
+        loop = _loop(out=out, save=photinus.Saving(every_steps=1))
         assert loop.step == from_step
         for batch in loop:
             if not seen:
@@ -112,10 +112,9 @@ def agree(rank: int, world_size: int, out: str) -> dict[str, Any]:
 
         loop = _loop(epochs=1, out=Path(out, "full"))
         if rank == 0:
-            assert loop._folder is not None
-            loop._folder.files.append_losses = _full  # type: ignore[method-assign]
+            loop._folder._writers[0].add_losses = _full  # type: ignore[method-assign]
         found["full disk"] = _error(lambda: _run(loop))
-    found["run"] = train(Path(out, "run"), batch_size=12, samples=60, save_every_steps=2)
+    found["run"] = train(Path(out, "run"), batch_size=12, samples=60, save_every=2)
     return found
 
 
@@ -212,7 +211,7 @@ def leave_alone(rank: int, world_size: int, how: str) -> str:
                 return
             plain = torch.nn.Linear(1, 1)
             model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), strategy=how)
-            loop = photinus.Loop(model, optimizer, Numbered(90), batch_size=6, epochs=1, progress=False)
+            loop = photinus.Loop(model, optimizer, Numbered(90), batch_size=6, epochs=1, report=QUIET)
             for batch in loop:
                 loop.backward(model(batch.float()[:, None]).mean())
                 optimizer.step()

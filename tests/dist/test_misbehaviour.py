@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks, values
+from tests.small_run import QUIET
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS, WRONG = 6, 4
@@ -169,8 +170,8 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
         return []
     data = TensorDataset(torch.randn(12 * STEPS, 4, generator=torch.Generator().manual_seed(3)))
     loop = photinus.Loop(
-        model, optimizer, data, batch_size=12, epochs=1, out=out / "run", progress=False, curves=False,
-        scheduler=scheduler, suspend=False,
+        model, optimizer, data, batch_size=12, epochs=1, out=out / "run", report=QUIET,
+        state={"scheduler": scheduler},
     )  # fmt: skip
     for (x,) in loop:
         doing = way if rank == 1 and loop.step == WRONG else ""

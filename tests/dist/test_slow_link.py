@@ -21,7 +21,7 @@ with photinus.init("photinus", "cpu", seed=1):
     plain = nn.Sequential(nn.Linear(16, 65_536), nn.ReLU(), nn.Linear(65_536, 4))
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
     data = torch.utils.data.TensorDataset(torch.randn(240, 16), torch.randint(4, (240,)))
-    options = {"progress": False, "curves": False, "save_every_epochs": 9}
+    options = {"report": QUIET, "save": photinus.Saving(every_epochs=9)}
     loop = photinus.Loop(model, optimizer, data, batch_size=6, epochs=1, out=sys.argv[1], **options)
     for inputs, targets in loop:
         loop.backward(nn.functional.cross_entropy(model(inputs), targets))

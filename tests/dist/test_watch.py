@@ -19,7 +19,7 @@ from photinus.runlog.run import Run
 from photinus.runlog.stragglers import shares, stragglers
 from photinus.training_process import waiting_time
 from tests.ranks import run_ranks, values
-from tests.small_run import CutOffError, Net, points, train
+from tests.small_run import QUIET, CutOffError, Net, points, train
 
 SLOW_S = 0.02
 
@@ -55,7 +55,7 @@ def slow_rank_1(rank: int, world_size: int, out: str) -> tuple[dict[str, float],
     with photinus.init("auto", "cpu", seed=1):
         plain = Net()
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-        options: dict[str, Any] = {"progress": False, "curves": False, "save_every_epochs": 2}
+        options: dict[str, Any] = {"report": QUIET, "save": photinus.Saving(every_epochs=2)}
         loop = photinus.Loop(model, optimizer, points(240), batch_size=8, epochs=2, out=out, **options)
         for inputs, targets in loop:
             outputs = model(inputs)
@@ -121,7 +121,7 @@ def fails_on_rank_1(rank: int, world_size: int, out: str) -> None:
 def test_the_rank_that_failed_is_the_reason_and_another_world_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(CutOffError):
-        train(out, save_every_steps=2, cut_at_step=3)
+        train(out, save_every=2, cut_at_step=3)
     function = "tests.dist.test_watch:fails_on_rank_1"
     run_ranks(function, world_size=2, backend="photinus", arguments={"out": str(out)})
     run = Run(out)

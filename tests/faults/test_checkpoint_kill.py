@@ -99,7 +99,7 @@ def killed_at_every_call(rank: int, world_size: int, folder: str) -> dict[str, i
     while True:
         rounds += 1
         run = Path(folder, f"round-{rounds}")
-        checkpoints = CheckpointFolder(run, keep_last=KEEP, keep_best=0)
+        checkpoints = CheckpointFolder(run, keep_last=KEEP)
         for step in (0, 1):
             checkpoints.save(step, state(step), description={})
 

@@ -26,7 +26,7 @@ from tests.dist.test_run_hosts import free_port, launch
 from tests.faults.test_run_end import alive
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
-from tests.small_run import train
+from tests.small_run import QUIET, train
 
 RUN = {"batch_size": 12, "samples": 60, "epochs": 2}  # 5 steps an epoch
 LONG = {**RUN, "epochs": 60}
@@ -97,7 +97,7 @@ def run_with_loader_workers(rank: int, world_size: int, out: str, context: str, 
     torch.manual_seed(0)
     model, optimizer = photinus.wrap(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=1e-6))
     theirs: Any = DataLoader(Slow(), 4, num_workers=2, multiprocessing_context=context, worker_init_fn=_draw)
-    loop = photinus.Loop(model, optimizer, theirs, epochs=1, out=out, progress=False)
+    loop = photinus.Loop(model, optimizer, theirs, epochs=1, out=out, report=QUIET)
     for batch in loop:
         if loop.step == 3:  # to every process of the group, from outside
             subprocess.run(["kill", f"-{signal_number}", "--", f"-{os.getpgrp()}"], check=False)

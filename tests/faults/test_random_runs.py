@@ -10,7 +10,6 @@ One seed alone: RANDOM_RUNS=17 pytest tests/faults/test_random_runs.py
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 import random
@@ -33,6 +32,7 @@ import photinus.trainer.trainer
 from photinus.runlog.tables import read_rows
 from photinus.trainer.checkpoint.folder import find_checkpoint
 from tests.ranks import run_ranks, values
+from tests.small_run import QUIET
 
 FEATURES = 5
 _RANKS = 3
@@ -123,7 +123,6 @@ class _Watched(photinus.Loop):
     """Notes itself, so that a loss function knows the step."""
 
     now: photinus.Loop
-    __signature__ = inspect.signature(photinus.Loop)  # the Trainer looks at it
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -155,25 +154,24 @@ def one_rank(rank: int, world_size: int, strategy: str, cut: Any, out: Path, log
         optimizer = makers[o["optimizer"]](model.parameters())
         scheduler = None if o["scheduler"] is None else schedules.CosineAnnealingLR(optimizer, 40)
         tally = Tally()
-        common: dict[str, Any] = {
-            name: o[name]
-            for name in ("batch_size", "epochs", "steps", "save_every_steps", "shuffle", "drop_last", "num_workers")
-        }
-        common |= {"out": out, "state": {"tally": tally} if o["tally"] else None, "keep_last": 2}
-        common |= {"progress": False, "curves": False, "scheduler": scheduler}
+        common: dict[str, Any] = {"epochs": o["epochs"], "steps": o["steps"], "out": out, "report": QUIET}
+        common["save"] = photinus.Saving(every_steps=o["save_every_steps"])
         if o["save_at_once"]:
             photinus.trainer.loop._SAVE_AFTER_S, photinus.trainer.loop._MOST_COST = 0.0, 1.0
-        train_set = Points(o["samples"], dtype)
         optimizer.register_step_post_hook(lambda *_: setattr(tally, "steps", tally.steps + 1))
+        order = {name: o[name] for name in ("batch_size", "shuffle", "drop_last", "num_workers")}
+        train_set: Any = photinus.loader(Points(o["samples"], dtype), **order)
         if o["by"] == "Trainer":
             photinus.trainer.trainer.Loop = _Watched  # type: ignore[misc]
             photinus.Trainer(
                 model, optimizer, loss_fn, strategy=strategy, accumulate=o["accumulate"], clip_norm=o["clip"],
-                scheduler_every=o["scheduler"] or "epoch", **common,
+                scheduler=scheduler, scheduler_every=o["scheduler"] or "epoch", **common,
             ).fit(train_set)  # fmt: skip
             return
         wrapped, optimizer = photinus.wrap(model, optimizer, strategy=strategy)
-        loop = _Watched(wrapped, optimizer, train_set, **common)
+        state = {"scheduler": scheduler, "tally": tally if o["tally"] else None}
+        state = {name: each for name, each in state.items() if each is not None}
+        loop = _Watched(wrapped, optimizer, train_set, state=state, **common)
         for inputs, targets in loop:
             loop.backward(loss_fn(wrapped(inputs), targets), share=1 / o["accumulate"])
             if loop.step % o["accumulate"] == 0 or loop.step == loop.steps:

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-import photinus
 from photinus.runlog.tables import read_rows
+from photinus.trainer.record.run_folder import RunFolder
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
 from tests.small_run import train
 
-RUN = {"batch_size": 12, "samples": 60, "epochs": 2, "save_every_steps": 1}  # 5 steps an epoch
+RUN = {"batch_size": 12, "samples": 60, "epochs": 2, "save_every": 1}  # 5 steps an epoch
 
 
 def run_to_the_end(rank: int, world_size: int) -> dict[str, Any]:
-    return train(None, backend="auto", **{**RUN, "save_every_steps": None})
+    return train(None, backend="auto", **{**RUN, "save_every": None})
 
 
 def run_and_die(rank: int, world_size: int, out: str, dying_rank: int, at_step: int) -> dict[str, Any]:
@@ -94,16 +94,16 @@ def test_another_run_than_that_of_the_attempt_before_begins_in_its_own_folder(
 ) -> None:
     before, other, same = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     train(before, epochs=2, cut_at_step=None)
-    monkeypatch.setattr(photinus.Loop, "_made", 0)
+    monkeypatch.setattr(RunFolder, "_begun", 0)
     monkeypatch.setenv("PHOTINUS_OUT", f"0:{before}")
     assert train(other, epochs=3)["began_at"] == 0  # its options are other ones
     assert (
         f"warning: the attempt before was in {before}, and this one begins in {other}: give" in capsys.readouterr().out
     )
     assert train(same, epochs=2)["began_at"] == 0  # it is the second of this process
-    monkeypatch.setattr(photinus.Loop, "_made", 0)
+    monkeypatch.setattr(RunFolder, "_begun", 0)
     assert train(other, epochs=3)["began_at"] == 18  # has checkpoints of its own
-    monkeypatch.setattr(photinus.Loop, "_made", 0)
+    monkeypatch.setattr(RunFolder, "_begun", 0)
     assert train(tmp_path / "d", epochs=2)["began_at"] == 12
 
 

@@ -219,7 +219,8 @@ with photinus.init(backend="gloo"):
     model = torch.nn.Linear(1, 1)
     model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     data = [(torch.ones(1), torch.ones(1))] * 20
-    loop = photinus.Loop(model, optimizer, data, batch_size=1, epochs=2, out=sys.argv[1], save_every_steps=10)
+    save = photinus.Saving(every_steps=10)
+    loop = photinus.Loop(model, optimizer, data, batch_size=1, epochs=2, out=sys.argv[1], save=save)
     began = loop.step
     for x, y in loop:
         if loop.step % 15 == 0 and loop.step > began + 5:

@@ -42,10 +42,10 @@ def losses_of(device: str, **options: Any) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    trainer = photinus.Trainer(
-        model, optimizer, F.cross_entropy, epochs=3, batch_size=64, device=device, progress=False, **options
-    )
-    return [float(row["loss"]) for row in trainer.fit(data_of()).history]
+    options["report"] = photinus.Reporting(progress=False)
+    trainer = photinus.Trainer(model, optimizer, F.cross_entropy, epochs=3, batch_size=64, **options)
+    with photinus.init(device=device):
+        return [float(row["loss"]) for row in trainer.fit(data_of()).history]
 
 
 def test_losses_are_those_of_the_cpu(record_property: Any) -> None:
@@ -67,7 +67,13 @@ def test_a_loop_learns_in_float16_with_a_scaler() -> None:
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
         scaler = torch.amp.GradScaler(NAME, init_scale=2.0**24, growth_interval=50)  # too high at first
         loop = photinus.Loop(
-            model, optimizer, data_of(), batch_size=64, epochs=6, state={"scaler": scaler}, progress=False
+            model,
+            optimizer,
+            data_of(),
+            batch_size=64,
+            epochs=6,
+            state={"scaler": scaler},
+            report=photinus.Reporting(progress=False),
         )
         for x, y in loop:
             with torch.autocast(NAME, torch.float16):
@@ -86,8 +92,8 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(tmp_path: Path) -> None:
     backend = "nccl" if HAS_GPU else "gloo"
     whole = train(tmp_path / "whole", backend=backend)
     with pytest.raises(CutOffError):
-        train(tmp_path / "cut", backend=backend, save_every_steps=2, cut_at_step=9)
-    resumed = train(tmp_path / "cut", backend=backend, save_every_steps=2)
+        train(tmp_path / "cut", backend=backend, save_every=2, cut_at_step=9)
+    resumed = train(tmp_path / "cut", backend=backend, save_every=2)
     assert resumed["began_at"] == 8
     assert resumed["fingerprint"] == whole["fingerprint"]
 
@@ -96,13 +102,13 @@ def test_a_killed_run_goes_on_bit_for_bit_with_dropout(tmp_path: Path) -> None:
 def test_checkpoints_go_from_the_gpu_to_the_cpu_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     with pytest.raises(CutOffError):
-        train(out, backend="nccl", save_every_steps=2, cut_at_step=5, dropout=0.0)
+        train(out, backend="nccl", save_every=2, cut_at_step=5, dropout=0.0)
     monkeypatch.setenv("DEVICE_OF_TEST", "cpu")
     with pytest.warns(RuntimeWarning, match="CUDA random state") if not torch.cuda.is_available() else _nothing():
         with pytest.raises(CutOffError):
-            train(out, backend="gloo", save_every_steps=2, cut_at_step=11, dropout=0.0)
+            train(out, backend="gloo", save_every=2, cut_at_step=11, dropout=0.0)
     monkeypatch.setenv("DEVICE_OF_TEST", "cuda")
-    there_and_back = train(out, backend="nccl", save_every_steps=2, dropout=0.0)
+    there_and_back = train(out, backend="nccl", save_every=2, dropout=0.0)
     whole = train(tmp_path / "whole", backend="nccl", dropout=0.0)
     assert there_and_back["began_at"] == 10
     losses = [[float(row["loss"]) for row in each["history"]] for each in (there_and_back, whole)]
@@ -116,15 +122,13 @@ def _nothing() -> Any:
 
 
 def test_batches_come_to_the_device_pinned_where_there_is_one() -> None:
-    batches = list(loader(data_of(), batch_size=64, train=True, rank=0, world_size=1, device=DEVICE, seed=0))
-    reference = list(loader(data_of(), batch_size=64, train=True, rank=0, world_size=1, device="cpu", seed=0))
+    batches = list(loader(data_of(), batch_size=64, train=True, place=(0, 1), device=DEVICE, seed=0))
+    reference = list(loader(data_of(), batch_size=64, train=True, place=(0, 1), device="cpu", seed=0))
     for (x, y), (a, b) in zip(batches, reference, strict=True):
         assert x.device.type == NAME
         assert x.cpu().equal(a)
         assert y.cpu().equal(b)
-    with_workers = loader(
-        data_of(), batch_size=64, train=True, rank=0, world_size=1, device=DEVICE, seed=0, num_workers=2
-    )
+    with_workers = loader(data_of(), batch_size=64, train=True, place=(0, 1), device=DEVICE, seed=0, num_workers=2)
     assert all(x.cpu().equal(a) for (x, _), (a, _) in zip(with_workers, reference, strict=True))
 
 
@@ -137,7 +141,7 @@ def test_loading_does_not_wait_for_the_device(record_property: Any) -> None:
     busy = weights
     settle()
     began = time.perf_counter()
-    for (x,) in loader(big, batch_size=8, train=True, rank=0, world_size=1, device=DEVICE, seed=0):
+    for (x,) in loader(big, batch_size=8, train=True, place=(0, 1), device=DEVICE, seed=0):
         for _ in range(4):
             busy = busy @ weights / 8192
         assert x.is_cuda
@@ -156,18 +160,12 @@ def test_a_runs_folder_has_the_phases_and_the_memory_of_the_device(tmp_path: Pat
     model = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     out = tmp_path / "run"
-    photinus.Trainer(
-        model,
-        optimizer,
-        F.cross_entropy,
-        epochs=60 if HAS_GPU else 2,
-        batch_size=256,
-        device=NAME,
-        out=out,
-        save_every_epochs=100,
-        progress=False,
-        curves=False,
-    ).fit(data_of(4096))
+    trainer = photinus.Trainer(
+        model, optimizer, F.cross_entropy, epochs=60 if HAS_GPU else 2, batch_size=256, out=out,
+        save=photinus.Saving(every_epochs=100), report=photinus.Reporting(progress=False, curves=False),
+    )  # fmt: skip
+    with photinus.init(device=NAME):
+        trainer.fit(data_of(4096))
     windows = [found for line in (out / "ranks.jsonl").read_text().splitlines() if (found := read_window(line))]
     # The first step waits for libraries to wake up.
     phases = {name: sum(window.phases[name][0] for window in windows[1:] or windows) for name in PHASES}

@@ -59,10 +59,8 @@ def train(rank: int, world_size: int, out: str) -> None:
             plain, data = _digits()
             data = TensorDataset(*(tensor[:samples] for tensor in data.tensors))
             model, optimizer = photinus.wrap(plain, torch.optim.AdamW(plain.parameters(), lr=0.002))
-            loop = photinus.Loop(
-                model, optimizer, data, batch_size=batch_size, epochs=1, out=f"{out}/{name}", drop_last=drop_last,
-                seed=0, progress=False, curves=False,
-            )  # fmt: skip
+            batches = photinus.loader(data, batch_size=batch_size, drop_last=drop_last)
+            loop = photinus.Loop(model, optimizer, batches, epochs=1, out=f"{out}/{name}", report=small_run.QUIET)
             for inputs, targets in loop:
                 loop.backward(cross_entropy(model(inputs), targets))
                 optimizer.step()
@@ -100,11 +98,12 @@ def train_in_uneven_parts(rank: int, world_size: int, strategies: list[str], out
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         folder = f"{out}/{strategy}"
         trainer = photinus.Trainer(
-            model, optimizer, cross_entropy, epochs=2, batch_size=8, accumulate=2, out=folder, strategy=strategy,
-            seed=0, clip_norm=1.0, metrics={"right": small_run.right}, device="cpu",
-            drop_last=False, progress=False, curves=False,
+            model, optimizer, cross_entropy, epochs=2, accumulate=2, out=folder, strategy=strategy, clip_norm=1.0,
+            metrics={"right": small_run.right}, report=small_run.QUIET,
         )  # fmt: skip
-        result = trainer.fit(data, small_run.points(31))
+        with photinus.init(device="cpu", seed=0):
+            batches = photinus.loader(data, batch_size=8, drop_last=False)
+            result = trainer.fit(batches, small_run.points(31))
         losses = [row["loss"] for row in read_rows(Path(folder) / "losses.csv")] if rank == 0 else []
         weights = CheckpointFolder(Path(folder) / "checkpoints").newest().load(only=["model"])["model"]
         found[strategy] = (

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import photinus
 from photinus.runlog.tables import read_rows
-from tests.small_run import FEATURES, points
+from tests.small_run import FEATURES, QUIET, points
 
 
 def fit(*, batch_size, accumulate, out=None, epochs=2, **options):
@@ -17,7 +17,7 @@ def fit(*, batch_size, accumulate, out=None, epochs=2, **options):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         trainer = photinus.Trainer(
             model, optimizer, cross_entropy, epochs=epochs, batch_size=batch_size, accumulate=accumulate, out=out,
-            seed=1, progress=False, curves=False, **options,
+            report=QUIET, **options,
         )  # fmt: skip
         result = trainer.fit(points(48), points(12))
     return result.model.weight.detach().clone(), result
@@ -45,8 +45,8 @@ def test_a_loss_that_is_divided_by_the_batches_of_a_step_is_logged_whole(tmp_pat
         model = torch.nn.Linear(FEATURES, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with photinus.init("gloo", "cpu"):
-            loop = photinus.Loop(model, optimizer, points(48), batch_size=4, steps=22, out=tmp_path / name, seed=1,
-                                 progress=False, curves=False)  # fmt: skip
+            loop = photinus.Loop(model, optimizer, points(48), batch_size=4, steps=22, out=tmp_path / name,
+                                 report=QUIET)  # fmt: skip
             for x, y in loop:
                 loop.backward(divided(cross_entropy(model(x), y)), **options)
                 if loop.step % every == 0 or loop.epoch_ended:
@@ -124,7 +124,7 @@ def test_where_accumulate_changes_the_steps_go_on_with_as_many_samples(tmp_path,
             model = torch.nn.Linear(FEATURES, 3)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer.register_step_pre_hook(lambda *_: counted.append(samples[0]))
-            options = {"out": tmp_path, "progress": False, "curves": False}
+            options = {"out": tmp_path, "report": QUIET}
             trainer = photinus.Trainer(
                 model, optimizer, loss_fn, steps=steps, batch_size=batch_size, accumulate=accumulate, **options
             )

@@ -284,7 +284,7 @@ def test_an_optimizer_state_of_another_shape_names_the_parameter_and_both_shapes
 
 
 def test_a_runs_folder_or_a_checkpoint_is_loaded_too(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "run" / "checkpoints", keep_last=4, metric_name="accuracy")
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints", keep_last=4, best="accuracy")
     for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7)):
         folder.save(step, {"model": {"w": torch.tensor([float(step)])}, "n": step}, description={}, metric=accuracy)
 

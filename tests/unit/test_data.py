@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch.utils.data import (
     ConcatDataset,
+    DataLoader,
     Dataset,
     IterableDataset,
     Subset,
@@ -32,8 +33,9 @@ from torch.utils.data import (
 )
 
 import photinus
+from photinus.parallel.exchange.tensors import move_tensors
 from photinus.trainer.data import rng
-from photinus.trainer.data.loader import Batch, loader, to_device
+from photinus.trainer.data.loader import Batch, loader
 
 Pair = namedtuple("Pair", "x y")
 
@@ -71,11 +73,15 @@ def numbers(batches: Iterator[Batch]) -> list[tuple[list[Any], Any]]:
     return [(torch.as_tensor(batch.data[0]).tolist(), batch.data[1].tolist()) for batch in batches]
 
 
+def of_torch(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, 4, shuffle=True, drop_last=True, **options)
+
+
 TENSORS = TensorDataset(torch.arange(23.0).reshape(23, 1) * torch.ones(1, 4), torch.arange(23))
 
 
 def test_it_gives_collated_batches_with_their_place() -> None:
-    batches = list(loader(TENSORS, batch_size=8, shuffle=False, drop_last=False, rank=1, world_size=2).epoch(0))
+    batches = list(loader(TENSORS, batch_size=8, shuffle=False, drop_last=False, place=(1, 2)).epoch(0))
     assert [(b.index, b.samples, b.global_samples, b.weight) for b in batches] == [
         (0, 4, 8, 1.0),
         (1, 4, 8, 1.0),
@@ -149,8 +155,7 @@ def test_samples_and_augmentation_are_the_same_with_workers(dataset: Any, collat
 def test_augmentation_is_a_matter_of_sample_and_epoch_whatever_the_world_size() -> None:
     def drawn(world_size: int, epoch: int, batch_size: int) -> dict[int, Any]:
         shares = [
-            loader(Augmented(), batch_size=batch_size, seed=4, rank=rank, world_size=world_size)
-            for rank in range(world_size)
+            loader(Augmented(), batch_size=batch_size, seed=4, place=(rank, world_size)) for rank in range(world_size)
         ]
         return {
             int(index): values.tolist()
@@ -210,7 +215,7 @@ def test_samples_that_draw_have_numbers_of_their_own_on_every_rank(stream: str, 
     data.expected = _seeded_by_hand(data, 1, 3)  # from here on the error of another sample's numbers must not be seen
     found: dict[int, Any] = {}
     for rank in range(2):
-        batches = loader(data, batch_size=8, seed=3, num_workers=workers, rank=rank, world_size=2)
+        batches = loader(data, batch_size=8, seed=3, num_workers=workers, place=(rank, 2))
         for indices, values in numbers(batches.epoch(1)):
             found |= dict(zip(indices, values, strict=True))
     assert found == data.expected
@@ -257,7 +262,7 @@ def test_the_normal_that_numpy_keeps_in_reserve_stays_the_ranks_own(draw: Any) -
 
 
 def test_a_loader_whose_pass_was_left_early_is_no_cycle() -> None:
-    batches = loader(Draws("python", range(0)), batch_size=4, num_workers=1, persistent_workers=True)
+    batches = loader(of_torch(Draws("python", range(0)), num_workers=1, persistent_workers=True))
     for _ in batches:
         break
     gone = weakref.ref(batches)
@@ -353,28 +358,28 @@ def test_a_position_inside_an_epoch_of_another_order_is_refused() -> None:
     with pytest.raises(ValueError, match=r"batch 1 of epoch 0.*batch_size was 4 and is 5, seed was 5 and is 6"):
         loader(TENSORS, batch_size=5, seed=6).load_state_dict(middle)
     loader(TENSORS, batch_size=5, seed=6).load_state_dict({**middle, "batch": 0})  # at a boundary nothing is lost
-    validation = loader(TENSORS, batch_size=4, train=False, rank=0, world_size=2)
+    validation = loader(TENSORS, batch_size=4, train=False, place=(0, 2))
     next(iter(validation))
     for saved in (validation.state_dict(), {"epoch": 0, "batch": 1, "samples": 10, "batch_size": 4, "seed": 0}):
         with pytest.raises(ValueError, match=r"cannot be found again: .*world_size was (2|None) and is 1"):
-            loader(TENSORS, batch_size=4, train=False, rank=0, world_size=1).load_state_dict(saved)
+            loader(TENSORS, batch_size=4, train=False, place=(0, 1)).load_state_dict(saved)
 
 
 def test_validation_keeps_the_order_and_counts_once() -> None:
     seen = []
     for rank in range(3):
-        share = loader(TENSORS, batch_size=8, train=False, rank=rank, world_size=3)
+        share = loader(TENSORS, batch_size=8, train=False, place=(rank, 3))
         seen += [int(y) for batch in share.epoch(0) for y in batch.data[1]]
         assert len(share) == len(list(share.epoch(5)))
     assert seen == list(range(23))
-    nothing = loader(Subset(TENSORS, [0]), batch_size=8, train=False, rank=2, world_size=3)
+    nothing = loader(Subset(TENSORS, [0]), batch_size=8, train=False, place=(2, 3))
     assert (len(nothing), list(nothing)) == (0, [])
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_serve_epoch_after_epoch_also_when_one_is_left_early(persistent: bool) -> None:
     plain = loader(Augmented(), batch_size=4, seed=6)
-    batches = loader(Augmented(), batch_size=4, seed=6, num_workers=2, persistent_workers=persistent)
+    batches = loader(of_torch(Augmented(), num_workers=2, persistent_workers=persistent), seed=6)
     for epoch in range(2):
         assert numbers(batches.epoch(epoch)) == numbers(plain.epoch(epoch))
     left = batches.epoch(2)
@@ -396,7 +401,7 @@ def test_persistent_workers_are_the_same_processes_in_the_next_epoch() -> None:
     def pids(batches: Any, epoch: int) -> set[int]:
         return {pid for _, values in numbers(batches.epoch(epoch)) for pid in values}
 
-    kept = loader(Pids(), batch_size=4, num_workers=2, persistent_workers=True)
+    kept = loader(of_torch(Pids(), num_workers=2, persistent_workers=True))
     assert pids(kept, 0) == pids(kept, 1)
     assert os.getpid() not in pids(kept, 2)
     renewed = loader(Pids(), batch_size=4, num_workers=2)
@@ -417,7 +422,7 @@ class Marked(Augmented):
 
 
 def test_the_users_start_function_runs_in_each_worker() -> None:
-    batches = loader(Marked(8), batch_size=4, num_workers=2, worker_init_fn=initial_mark)
+    batches = loader(of_torch(Marked(8), num_workers=2, worker_init_fn=initial_mark))
     assert {mark for _, marks in numbers(batches.epoch(0)) for mark in marks} == {100, 101}
 
 
@@ -445,7 +450,7 @@ class Slow(Augmented):
 def test_a_stuck_worker_is_told_after_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no batch came from the 1 loader workers within 1\.5 s.*epoch 4, batch 0"):
-        list(loader(Slow(), batch_size=4, num_workers=1, timeout_s=1.5, prefetch_factor=1).epoch(4))
+        list(loader(of_torch(Slow(), num_workers=1, timeout=1.5, prefetch_factor=1)).epoch(4))
     assert time.monotonic() - began < 25
 
 
@@ -476,7 +481,7 @@ def test_a_killed_worker_ends_the_pass_at_once() -> None:
 
 def test_objects_that_move_themselves_are_asked_to_inside_containers_too() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    moved, label = to_device((packed, torch.zeros(1)), torch.device("meta"))
+    moved, label = move_tensors((packed, torch.zeros(1)), torch.device("meta"))
     assert moved.data.device.type == label.device.type == "meta"
     assert moved.batch_sizes.device.type == "cpu", "torch wants these on the CPU"
 
@@ -487,14 +492,13 @@ def test_batches_of_any_nesting_are_moved() -> None:
             return f"moved to {device}"
 
     data = {"a": [torch.zeros(2), (torch.ones(1), "text")], "b": Pair(torch.zeros(1), 3), "n": None}
-    moved = to_device(data, torch.device("meta"))
+    moved = move_tensors(data, torch.device("meta"))
     assert moved["a"][0].is_meta
     assert moved["a"][1][0].is_meta
     assert moved["a"][1][1] == "text"
     assert moved["b"].x.is_meta
     assert (moved["b"].y, moved["n"], type(moved["b"])) == (3, None, Pair)
-    assert to_device(Moves(), torch.device("meta")) == "moved to meta"
-    assert to_device(data, None) is data
+    assert move_tensors(Moves(), torch.device("meta")) == "moved to meta"
     ((x, y), *_) = list(loader(TENSORS, batch_size=8, device="meta"))
     assert x.is_meta
     assert y.is_meta
@@ -505,8 +509,6 @@ def test_rank_and_world_size_come_from_the_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert (loader(TENSORS, batch_size=8).shares.rank, loader(TENSORS, batch_size=8).shares.world_size) == (2, 4)
-    with pytest.raises(ValueError, match="both rank and world_size or neither"):
-        loader(TENSORS, batch_size=8, rank=0)
 
 
 class Stream(IterableDataset[int]):
@@ -535,7 +537,8 @@ def test_what_is_no_dataset_is_refused_with_advice(dataset: Any, error: type[Exc
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"batch_size": 1, "rank": 0, "world_size": 2}, ValueError, "fewer samples than world_size=2 ranks"),
+        ({"place": 0}, TypeError, r"place=0: needs \(rank, world_size\)"),
+        ({"batch_size": 1, "place": (0, 2)}, ValueError, "fewer samples than world_size=2 ranks"),
         ({"batch_size": 24}, ValueError, "more than the 23 samples"),
         ({"train": False, "shuffle": True}, ValueError, "shuffle=True with train=False"),
         ({"num_workers": -1}, ValueError, "num_workers=-1"),

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import photinus
 from photinus.trainer.data.arguments import taken_apart
-from tests.small_run import Numbered, points, right
+from tests.small_run import QUIET, Numbered, points, right
 
 NUMBERS = Numbered(10)
 
@@ -42,21 +42,15 @@ def _started(worker: int) -> None:
 def test_what_a_data_loader_was_given_is_taken_over() -> None:
     given: dict[str, Any] = {"num_workers": 2, "worker_init_fn": _started, "prefetch_factor": 3, "timeout": 5.0}
     whole = DataLoader(NUMBERS, 4, shuffle=True, collate_fn=_doubled, persistent_workers=True, pin_memory=True, **given)
-    dataset, found = taken_apart(whole)
+    dataset, found, of_workers = taken_apart(whole)
     assert dataset is NUMBERS
     assert found == {
-        "batch_size": 4,
-        "shuffle": True,
-        "drop_last": False,
-        "num_workers": 2,
-        "pin_memory": True,
-        "collate_fn": _doubled,
-        "persistent_workers": True,
-        "prefetch_factor": 3,
-        "worker_init_fn": _started,
-        "timeout_s": 5.0,
-        **({} if whole.multiprocessing_context is None else {"multiprocessing_context": whole.multiprocessing_context}),
-    }
+        "batch_size": 4, "shuffle": True, "drop_last": False, "num_workers": 2, "collate_fn": _doubled,
+    }  # fmt: skip
+    assert of_workers == {
+        "persistent_workers": True, "prefetch_factor": 3, "worker_init_fn": _started, "timeout": 5.0,
+        "multiprocessing_context": whole.multiprocessing_context,
+    }  # fmt: skip
 
 
 def test_a_loop_over_a_data_loader_takes_its_batches(world: Any) -> None:
@@ -64,21 +58,20 @@ def test_a_loop_over_a_data_loader_takes_its_batches(world: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def batches(data: Any, **options: Any) -> list[list[int]]:
-        return [b.tolist() for b in photinus.Loop(model, optimizer, data, epochs=1, progress=False, **options)]
+        return [b.tolist() for b in photinus.Loop(model, optimizer, data, epochs=1, report=QUIET, **options)]
 
     assert batches(DataLoader(NUMBERS, 4, collate_fn=_doubled)) == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
-    assert batches(DataLoader(NUMBERS, 4), batch_size=5, drop_last=True) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert batches(DataLoader(NUMBERS, 4), batch_size=5) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert batches(DataLoader(NUMBERS, 5, shuffle=True)) == batches(NUMBERS, batch_size=5)
     chosen = batches(DataLoader(NUMBERS, 2, sampler=SubsetRandomSampler([1, 3, 5, 7])))
     assert sorted(sample for batch in chosen for sample in batch) == [1, 3, 5, 7]
-    assert batches(DataLoader(NUMBERS, 5), shuffle=True) == batches(NUMBERS, batch_size=5)
     with pytest.raises(TypeError, match="batch_size is missing"):
         batches(NUMBERS)
 
 
 def test_the_batch_size_under_a_distributed_sampler_is_that_of_each_rank() -> None:
     sampler: Any = DistributedSampler(NUMBERS, num_replicas=2, rank=1, shuffle=False)
-    _, found = taken_apart(DataLoader(NUMBERS, 3, sampler=sampler))
+    _, found, _ = taken_apart(DataLoader(NUMBERS, 3, sampler=sampler))
     assert (found["batch_size"], found["shuffle"]) == (6, False)
 
 
@@ -118,11 +111,36 @@ def test_the_trainer_and_evaluate_take_data_loaders(world: Any) -> None:
         model = torch.nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss = torch.nn.functional.cross_entropy
-        trainer = photinus.Trainer(
-            model, optimizer, loss, epochs=2, progress=False, metrics={"right": right}, **options
-        )
+        trainer = photinus.Trainer(model, optimizer, loss, epochs=2, report=QUIET, metrics={"right": right}, **options)
         return trainer.fit(train, valid).metrics
 
     data: TensorDataset = points(48)
     loaders = fit(DataLoader(data, 8, shuffle=True), DataLoader(data, 16))
-    assert loaders == fit(data, data, batch_size=8, valid_batch_size=16)
+    assert loaders == fit(data, DataLoader(data, 16), batch_size=8)
+    assert loaders == fit(photinus.loader(data, batch_size=8), photinus.loader(data, batch_size=16, train=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "words"),
+    [
+        ({"train": False}, {}, "leave train=False out"),
+        ({"batch_size": 2}, {"batch_size": 5}, "batch_size=5, but train_set is a loader with batch_size=2"),
+        ({"place": (1, 3)}, {}, "rank 1 of 3, but this is rank 0 of 1: make it after photinus.init"),
+    ],
+)
+def test_a_loader_of_another_training_is_refused(
+    world: Any, options: dict[str, Any], given: dict[str, Any], words: str
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    batches = photinus.loader(NUMBERS, **{"batch_size": 4, **options})
+    with pytest.raises(ValueError, match=words):
+        photinus.Loop(model, torch.optim.SGD(model.parameters()), batches, epochs=1, **given)
+
+
+def test_the_order_of_a_loader_is_that_of_the_sessions_seed_until_it_closes(world: Any) -> None:
+    def seeds() -> list[int]:
+        return [photinus.loader(NUMBERS, batch_size=5, **each).seed for each in ({}, {"seed": 9})]
+
+    with photinus.init(seed=7):
+        assert seeds() == [7, 9]
+    assert seeds() == [0, 9]

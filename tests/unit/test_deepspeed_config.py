@@ -81,14 +81,13 @@ def test_the_documentations_own_sample_becomes_keyword_arguments_of_the_trainer(
     config = read(path)
     assert (config.train_batch_size, config.micro_batch_size, config.accumulation) == (8, 4, 1)
     assert config.trainer_options() == {
-        "batch_size": 8,
         "accumulate": 1,
         "precision": "bfloat16",
         "clip_norm": None,
         "strategy": "zero1",
-        "strategy_options": {},
         "scheduler_every": "step",
     }
+    assert config.loader_options() == {"batch_size": 8, "drop_last": None}
     optimizer = config.make_optimizer(nn.Linear(2, 2).parameters())
     assert type(optimizer) is torch.optim.AdamW  # DeepSpeed's "Adam" decays apart from the gradient unless told not to
     assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.00015, 0.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import photinus
-from photinus.trainer.evaluation import _batches, _blocks_of, _exact_sum
+from photinus.trainer.evaluation import _batches_of, _blocks_of, _exact_sum
 from photinus.training_process import waiting_time
 from tests.small_run import Net, points, right
 
@@ -106,7 +106,7 @@ def test_running_statistics_do_not_change(world: Any) -> None:
 
 def test_training_draws_the_same_numbers_whether_or_not_it_is_validated(world: Any) -> None:
     torch.manual_seed(1)
-    photinus.evaluate(Net().train(), points(16), right, num_workers=0)
+    photinus.evaluate(Net().train(), points(16), right)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -174,7 +174,8 @@ def test_what_is_drawn_for_a_sample_does_not_depend_on_the_rank_that_loads_it(wo
         found = {}
         for rank in range(world_size):
             mine = _blocks_of(rank, world_size, 8, 2)
-            values = torch.cat([batch.data for batch in _batches(Drawn(), mine, {"batch_size": 2})])
+            drawn = photinus.loader(Drawn(), batch_size=2, train=False, seed=0, place=(0, 1))
+            values = torch.cat([batch.data for batch in _batches_of(drawn, mine)])
             found |= dict(zip(mine, values.tolist(), strict=True))
         return found
 

@@ -13,7 +13,7 @@ import photinus
 from photinus.runlog.run import Run
 from photinus.runlog.tables import read_rows
 from photinus.trainer.checkpoint.position import Length, Position
-from tests.small_run import Numbered, points, right, train
+from tests.small_run import QUIET, Numbered, points, right, train
 
 STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time
 
@@ -54,7 +54,13 @@ def test_more_steps_go_on_inside_the_epoch_as_if_there_had_been_no_end(tmp_path:
             model = torch.nn.Linear(1, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
             loop = photinus.Loop(
-                model, optimizer, Numbered(48), batch_size=8, steps=steps, out=out, progress=False, curves=False
+                model,
+                optimizer,
+                Numbered(48),
+                batch_size=8,
+                steps=steps,
+                out=out,
+                report=QUIET,
             )
             for batch in loop:
                 seen.append(batch.tolist())
@@ -80,7 +86,15 @@ def test_stop_ends_a_run_of_steps(world: Any, tmp_path: Path, capsys: pytest.Cap
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loop(steps: int) -> photinus.Loop:
-        return photinus.Loop(model, optimizer, Numbered(48), batch_size=8, steps=steps, out=tmp_path, curves=False)
+        return photinus.Loop(
+            model,
+            optimizer,
+            Numbered(48),
+            batch_size=8,
+            steps=steps,
+            out=tmp_path,
+            report=photinus.Reporting(curves=False),
+        )
 
     first = loop(1000)
     for _ in first:
@@ -139,7 +153,7 @@ def test_the_last_step_is_known_after_a_change_of_batch_size(tmp_path: Path, wor
     def loop(batch_size: int, epochs: int) -> photinus.Loop:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: dict[str, Any] = {"out": tmp_path, "validate_every_steps": 4, "progress": False, "curves": False}
+        options: dict[str, Any] = {"out": tmp_path, "validate_every_steps": 4, "report": QUIET}
         return photinus.Loop(model, optimizer, Numbered(24), batch_size=batch_size, epochs=epochs, **options)
 
     assert [body.validation_due for body in _bodies(loop(8, 1))] == [False, False, True]

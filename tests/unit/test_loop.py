@@ -19,13 +19,14 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import TensorDataset
 
 import photinus
+from photinus import Saving
 from photinus.errors import CheckpointError, PhotinusError
 from photinus.runlog.events import read_events
 from photinus.runlog.run import FILES
 from photinus.runlog.tables import METRICS, read_rows, read_window
 from tests.made_run import put_in_the_way
 from tests.optimizers import KINDS, Matrices, make_step
-from tests.small_run import CutOffError, Net, Numbered, points, train
+from tests.small_run import QUIET, CutOffError, Net, Numbered, points, train
 
 STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time
 
@@ -36,11 +37,16 @@ def world() -> Iterator[Any]:
         yield session
 
 
-def _loop(dataset: Any = None, *, epochs: int = 2, batch_size: int = 4, **options: Any) -> photinus.Loop:
+LINES = photinus.Reporting(curves=False)
+
+
+def _loop(
+    dataset: Any = None, *, epochs: int = 2, batch_size: int = 4, drop_last: bool = True, **options: Any
+) -> photinus.Loop:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"progress": False, "curves": False, **options}
-    return photinus.Loop(model, optimizer, dataset or Numbered(12), batch_size=batch_size, epochs=epochs, **options)
+    batches = photinus.loader(dataset or Numbered(12), batch_size=batch_size, drop_last=drop_last)
+    return photinus.Loop(model, optimizer, batches, **{"epochs": epochs, "report": QUIET, **options})
 
 
 def _checkpoints(out: Path) -> list[str]:
@@ -93,7 +99,7 @@ def test_batches_are_accumulated_inside_no_sync_and_clipped_once(world: Any, com
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
     trained = torch.compile(model, backend="eager") if compiled else model
     data = TensorDataset(torch.full((4, 1), 3.0))
-    loop = photinus.Loop(trained, optimizer, data, batch_size=1, epochs=1, progress=False)
+    loop = photinus.Loop(trained, optimizer, data, batch_size=1, epochs=1, report=QUIET)
     for (x,) in loop:
         with loop.no_sync() if loop.step % 4 else nullcontext():
             loop.backward(trained(x).sum())
@@ -152,7 +158,7 @@ def test_stop_ends_the_run_within_sixteen_steps_and_its_last_step_is_saved(world
 
 
 def test_checkpoints_are_as_many_epochs_apart_as_was_asked(world: Any, tmp_path: Path) -> None:
-    for _ in _loop(epochs=5, out=tmp_path, save_every_epochs=2, keep_last=9):
+    for _ in _loop(epochs=5, out=tmp_path, save=Saving(every_epochs=2, keep_last=9)):
         pass
     assert _checkpoints(tmp_path) == ["step-00000006", "step-00000012", "step-00000015"]
 
@@ -165,7 +171,7 @@ def test_the_time_that_saving_takes_is_no_part_of_the_rows(world: Any, tmp_path:
 
         def load_state_dict(self, state: dict[str, int]) -> None: ...
 
-    loop = _loop(epochs=1, out=tmp_path, save_every_steps=1, state={"slow": Slow()})
+    loop = _loop(epochs=1, out=tmp_path, save=Saving(every_steps=1), state={"slow": Slow()})
     began = time.monotonic()
     for _ in loop:
         pass
@@ -178,7 +184,7 @@ def test_after_an_exception_the_folder_is_free_and_the_same_process_may_go_on(tm
 
     def fail_after(step: int) -> None:
         with photinus.init("gloo", "cpu", seed=0):
-            left.append(loop := _loop(out=tmp_path, save_every_steps=1))
+            left.append(loop := _loop(out=tmp_path, save=Saving(every_steps=1)))
             assert loop.step == step
             for _ in loop:
                 if loop.step == step + 3:
@@ -283,7 +289,7 @@ def test_a_plain_backward_is_an_error_that_says_what_to_type(world: Any, scaled:
 def test_a_closure_logs_its_first_loss_and_a_plain_backward_inside_is_an_error(world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
-    loop = photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=2, progress=False)
+    loop = photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=2, report=QUIET)
     first = model(torch.arange(4.0)[:, None]).square().mean().item()
 
     def train_on(backward: Callable[[Tensor], None]) -> None:
@@ -311,7 +317,7 @@ def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
 ) -> None:
     def logged(out: Path, left_out: tuple[int, ...]) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        loop = _loop(Numbered(32), epochs=3, out=out, curves=False)
+        loop = _loop(Numbered(32), epochs=3, out=out, report=LINES)
         for _ in loop:
             for _ in range(parts):  # the outermost half of the first loss has nothing to do with the batches of a step
                 loss = _loss(loop, float(loop.step)) / (every if every > 1 else 2)
@@ -332,7 +338,7 @@ def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
 def test_an_optimizer_with_a_backward_before_its_closure_logs_the_loss_of_that(world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())  # in place of SAM
-    loop = photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=1, progress=False)
+    loop = photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=1, report=QUIET)
     for batch in loop:
 
         def closure() -> Tensor:
@@ -419,20 +425,52 @@ def test_a_batch_size_beyond_the_data_is_refused(world: Any) -> None:
         _loop(batch_size=64)
 
 
-@pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"save_every_steps": 0}, {"keep_last": 0}])
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"validate_every_steps": 0}])
 def test_numbers_below_one_are_refused(world: Any, tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         _loop(**{"out": tmp_path, **options})
+
+
+def test_what_cannot_be_right_about_saving_is_told_at_once_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match=r"every_epochs=0 is too small.*\nkeep_last=0.*\nevery_steps=-1"):
+        Saving(every_steps=-1, every_epochs=0, keep_last=0)
+    for best in (3, "-"):
+        with pytest.raises(TypeError, match=f"best={best!r}: needs the name of a metric"):
+            Saving(best=best)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tensorboard needs True or False, not 'yes'"):
+        photinus.Reporting(tensorboard="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "words"),
+    [
+        (
+            photinus.Loop,
+            "num_workers",
+            r"photinus\.Loop has no option 'num_workers'\. Instead, give it to photinus\.loader",
+        ),
+        (photinus.Loop, "keep_last", r"Instead, write save=photinus\.Saving\(keep_last=\.\.\.\)\."),
+        (photinus.Loop, "scheduler", r'Instead, write state={"scheduler": scheduler}\.'),
+        (photinus.Loop, "validate_every_step", r"Did you mean 'validate_every_steps'\?"),
+        (photinus.Trainer, "seed", r"photinus\.Trainer has no option 'seed'\. Instead, give it to photinus\.init"),
+        (photinus.loader, "prefetch_factor", r"photinus\.loader .* Instead, give it to torch's DataLoader, and that"),
+        (photinus.evaluate, "collate_fn", r"photinus\.evaluate .* Instead, give it to photinus\.loader"),
+        (photinus.init, "num_workers", r"photinus\.init has no option 'num_workers'"),
+    ],
+)
+def test_an_option_that_is_not_there_names_what_to_write(function: Any, name: str, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        function(**{name: 1})
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"resume": True}, 'resume=True: needs "auto", "never", or the path'),
-        ({"best": 3}, "best=3: needs the name of a metric"),
-        ({"best": "-"}, "best='-': needs the name of a metric"),
+        ({"save": 500}, r"save=500: needs a photinus\.Saving"),
+        ({"report": False}, r"report=False: needs a photinus\.Reporting"),
         ({"out": 3}, "out=3: needs the path"),
-        ({"state": [1]}, "state is a list, but a dict"),
+        ({"state": [1]}, r"state=\[1\]: needs a dict"),
         ({"config": 5}, "config is a int, but a dict"),
     ],
 )
@@ -445,20 +483,14 @@ def test_what_is_of_the_wrong_kind_is_refused_before_the_folder_is_touched(
 
 
 def test_numbers_of_numpy_are_taken(world: Any, tmp_path: Path) -> None:
-    names = (
-        "epochs",
-        "batch_size",
-        "seed",
-        "validate_every_steps",
-        "save_every_steps",
-        "save_every_epochs",
-        "keep_last",
-    )
-    for _ in (loop := _loop(out=tmp_path, **{name: np.int64(2) for name in names})):
+    two: Any = np.int64(2)
+    save = Saving(every_steps=two, every_epochs=two, keep_last=two)
+    for _ in (loop := _loop(out=tmp_path, epochs=two, batch_size=two, validate_every_steps=two, save=save)):
         loop.record(_loss(loop))
     assert loop.step == 12
     options = json.loads((tmp_path / "config.json").read_text())["options"]
-    assert [options[name] for name in names[:-1]] == [2] * 6
+    names = ("epochs", "batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "save_keep_last")
+    assert [options[name] for name in names] == [2] * 6
 
 
 def test_a_path_instead_of_a_data_set_is_refused(world: Any, tmp_path: Path) -> None:
@@ -489,10 +521,10 @@ def test_a_scheduler_of_another_optimizer_is_refused(world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
-    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "progress": False, "scheduler": scheduler}
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "report": QUIET}
     with pytest.raises(ValueError, match=r"StepLR\) sets the learning rate of another SGD .* make the scheduler anew"):
-        photinus.Loop(model, optimizer, Numbered(8), **options)
-    photinus.Loop(model, optimizer, Numbered(8), state={"other": other}, **options)
+        photinus.Loop(model, optimizer, Numbered(8), state={"scheduler": scheduler}, **options)
+    photinus.Loop(model, optimizer, Numbered(8), state={"scheduler": scheduler, "other": other}, **options)
 
 
 def test_an_unknown_strategy_is_refused_with_those_there_are(world: Any) -> None:
@@ -531,8 +563,8 @@ def test_two_interruptions_in_one_epoch_change_no_bit(tmp_path: Path, workers: i
     whole = train(None, num_workers=workers)
     for cut in (STEPS_PER_EPOCH + 3, STEPS_PER_EPOCH + 5):
         with pytest.raises(CutOffError):
-            train(tmp_path, save_every_steps=1, cut_at_step=cut, num_workers=workers)
-    resumed = train(tmp_path, save_every_steps=1, num_workers=workers)
+            train(tmp_path, save_every=1, cut_at_step=cut, num_workers=workers)
+    resumed = train(tmp_path, save_every=1, num_workers=workers)
     assert resumed["began_at"] == STEPS_PER_EPOCH + 4
     assert resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["rate"] == whole["rate"]
@@ -541,16 +573,16 @@ def test_two_interruptions_in_one_epoch_change_no_bit(tmp_path: Path, workers: i
 
 def test_an_interruption_between_checkpoints_changes_no_bit(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=4, cut_at_step=11)
-    resumed = train(tmp_path, save_every_steps=4)
+        train(tmp_path, save_every=4, cut_at_step=11)
+    resumed = train(tmp_path, save_every=4)
     assert resumed["began_at"] == 8
     assert resumed["fingerprint"] == train(None)["fingerprint"]
 
 
 def test_an_interruption_in_the_last_body_of_an_epoch_repeats_it(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=5, cut_at_step=STEPS_PER_EPOCH)
-    resumed = train(tmp_path, save_every_steps=5)
+        train(tmp_path, save_every=5, cut_at_step=STEPS_PER_EPOCH)
+    resumed = train(tmp_path, save_every=5)
     assert resumed["began_at"] == 5
     assert [row["right"] for row in resumed["history"]] == [row["right"] for row in train(None)["history"]]
 
@@ -573,15 +605,15 @@ def test_a_checkpoint_that_is_old_is_followed_by_another_inside_the_epoch(
     resumed = train(tmp_path, **run)
     assert resumed["began_at"] == 2
     assert resumed["fingerprint"] == train(None, **run)["fingerprint"]
-    assert train(tmp_path / "none", save_every_steps=999, **run)["step"] == 20
+    assert train(tmp_path / "none", save_every=999, **run)["step"] == 20
     assert _checkpoints(tmp_path / "none") == ["step-00000020"]
 
 
 def test_the_numbers_survive_restarts_without_gap_or_repetition(tmp_path: Path) -> None:
     for cut in (4, 9, 11):
         with pytest.raises(CutOffError):
-            train(tmp_path, save_every_steps=3, cut_at_step=cut)
-    train(tmp_path, save_every_steps=3)
+            train(tmp_path, save_every=3, cut_at_step=cut)
+    train(tmp_path, save_every=3)
     losses, metrics = read_rows(tmp_path / "losses.csv"), read_rows(tmp_path / "metrics.csv")
     assert [row["step"] for row in losses] == list(range(1, 19))
     assert [row["epoch"] for row in metrics] == [1, 2, 3]
@@ -593,7 +625,7 @@ def test_the_numbers_survive_restarts_without_gap_or_repetition(tmp_path: Path) 
 
 def test_a_half_written_line_is_dropped(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=3, cut_at_step=5)
+        train(tmp_path, save_every=3, cut_at_step=5)
     with open(tmp_path / "losses.csv", "a") as file:
         file.write("4,1,0.3")
     train(tmp_path)
@@ -630,7 +662,7 @@ def test_never_moves_the_earlier_run_aside(tmp_path: Path) -> None:
 def test_workers_restarted_by_the_launcher_go_on_although_never_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut: dict[str, Any] = {"resume": "never", "save_every_steps": 2, "cut_at_step": 5}
+    cut: dict[str, Any] = {"resume": "never", "save_every": 2, "cut_at_step": 5}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "nightly")
     with pytest.raises(CutOffError):
         train(tmp_path, **cut)
@@ -673,7 +705,7 @@ def test_what_was_suspended_goes_on_and_what_ended_begins_as_it_was_asked(
     assert not (out / "earlier-1").exists()
     assert train(out, **options)["began_at"] == first
     with pytest.raises(CutOffError):
-        train(out, **options, save_every_steps=2, cut_at_step=11)
+        train(out, **options, save_every=2, cut_at_step=11)
     assert train(out, **options)["began_at"] == first  # it raised
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     lines = [event for event in events if event["event"] not in ("end", "stop")]  # as after SIGKILL
@@ -683,7 +715,7 @@ def test_what_was_suspended_goes_on_and_what_ended_begins_as_it_was_asked(
 
 def test_a_path_in_the_same_folder_moves_what_came_later_aside(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=4, cut_at_step=13)
+        train(tmp_path, save_every=4, cut_at_step=13)
     checkpoint = tmp_path / "checkpoints" / "step-00000008"
     assert (tmp_path / "checkpoints" / "step-00000012").is_dir()
     resumed = train(tmp_path, resume=checkpoint)
@@ -714,7 +746,7 @@ def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
     tmp_path: Path, change: dict[str, int], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=4, cut_at_step=5)
+        train(tmp_path, save_every=4, cut_at_step=5)
     with pytest.raises(ValueError, match=f"cannot go on inside an epoch: {message}.*repeat or skip"):
         train(tmp_path, **change)
     train(tmp_path, epochs=1)
@@ -738,8 +770,10 @@ def _scheduled(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, **settings)
     scheduler = None if make is None else make(optimizer, horizon or epochs)
     rates = []
-    options: dict[str, Any] = {"batch_size": 4, "out": out, "progress": False, "curves": False}
-    for _ in photinus.Loop(model, optimizer, Numbered(4), epochs=epochs, scheduler=scheduler, **options):
+    options: dict[str, Any] = {"batch_size": 4, "out": out, "report": QUIET}
+    for _ in photinus.Loop(
+        model, optimizer, Numbered(4), epochs=epochs, state=scheduler and {"scheduler": scheduler}, **options
+    ):
         rates.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         if scheduler is not None:
@@ -779,7 +813,7 @@ def test_a_run_goes_on_with_any_optimizer_of_torch_or_of_ones_own(tmp_path: Path
         model = Matrices(sparse=kind == "SparseAdam")
         optimizer = KINDS[kind](model.parameters())
         data = TensorDataset(torch.arange(16).reshape(8, 2) % 3)
-        loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=epochs, out=out, progress=False, curves=False)
+        loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=epochs, out=out, report=QUIET)
         for (x,) in loop:
 
             def backward(x: Tensor = x) -> Tensor:
@@ -846,10 +880,10 @@ def test_a_changed_schedule_takes_others_of_its_optimizer_with_it(tmp_path: Path
         model = torch.nn.Linear(1, 1)
         optimizer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
         first, *more = PAIRS[name](optimizer, x)
-        options: dict[str, Any] = {"out": out, "progress": False, "curves": False, "batch_size": 4, "epochs": epochs}
+        options: dict[str, Any] = {"out": out, "report": QUIET, "batch_size": 4, "epochs": epochs}
         rates = []
-        state = {str(place): scheduler for place, scheduler in enumerate(more)}
-        for _ in photinus.Loop(model, optimizer, Numbered(4), scheduler=first, state=state, **options):
+        state = {str(place): scheduler for place, scheduler in enumerate([first, *more])}
+        for _ in photinus.Loop(model, optimizer, Numbered(4), state=state, **options):
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             for scheduler in [first, *more]:
@@ -902,7 +936,15 @@ def test_a_rate_that_the_body_moved_stays_where_the_script_is_the_same(tmp_path:
     def run(epochs: int) -> float:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=epochs, out=tmp_path, curves=False):
+        for _ in photinus.Loop(
+            model,
+            optimizer,
+            Numbered(4),
+            batch_size=4,
+            epochs=epochs,
+            out=tmp_path,
+            report=LINES,
+        ):
             optimizer.step()
             optimizer.param_groups[0]["lr"] *= 0.5
         return float(optimizer.param_groups[0]["lr"])
@@ -925,7 +967,7 @@ def test_a_scheduler_that_follows_a_metric_keeps_what_it_saw_and_takes_its_new_s
 
 def test_a_batch_size_that_divides_what_is_done_goes_on_without_repeating(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=4, cut_at_step=5)
+        train(tmp_path, save_every=4, cut_at_step=5)
     assert train(tmp_path, batch_size=16, epochs=1)["step"] == 5  # 32 samples in 4 steps, 16 in the fifth
 
 
@@ -941,7 +983,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, world: Any) ->
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, world: Any) -> None:
     model = torch.nn.Linear(1, 1)
-    options: dict[str, Any] = {"batch_size": 4, "out": tmp_path, "progress": False, "curves": False}
+    options: dict[str, Any] = {"batch_size": 4, "out": tmp_path, "report": QUIET}
     descent = torch.optim.SGD(model.parameters())
     for _ in photinus.Loop(model, descent, Numbered(12), epochs=1, **options):
         pass
@@ -962,7 +1004,7 @@ def test_an_option_that_needs_more_state_than_was_saved_is_refused(
     for value in (False, True):
         model = torch.nn.Linear(1, 1)
         optimizer = getattr(torch.optim, kind)(model.parameters(), **{option: value})
-        options: dict[str, Any] = {"out": tmp_path, "epochs": 1 + value, "progress": False, "curves": False}
+        options: dict[str, Any] = {"out": tmp_path, "epochs": 1 + value, "report": QUIET}
         with pytest.raises(CheckpointError, match=f"{option}=True, which needs state") if value else nullcontext():
             _typed(
                 loop := photinus.Loop(model, optimizer, Numbered(4), batch_size=4, **options), optimizer, loop.backward
@@ -987,7 +1029,7 @@ def test_what_is_logged_after_the_end_belongs_to_the_last_row(tmp_path: Path, wo
 
 
 def test_a_drop_last_that_leaves_no_batch_of_the_epoch_is_told_as_such(tmp_path: Path, world: Any) -> None:
-    loop = _loop(Numbered(10), epochs=1, out=tmp_path, drop_last=False, save_every_steps=2)
+    loop = _loop(Numbered(10), epochs=1, out=tmp_path, drop_last=False, save=Saving(every_steps=2))
     for _ in loop:
         if loop.step == 3:
             break
@@ -1000,7 +1042,7 @@ def test_a_missing_scheduler_is_told(tmp_path: Path, world: Any) -> None:
     train(tmp_path, epochs=1)
     plain = Net()
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), momentum=0.9))
-    with pytest.raises(CheckpointError, match="holds the state of a scheduler, but the loop was given none"):
+    with pytest.raises(CheckpointError, match=r"the states of \['scheduler'\], but the loop was given state=None"):
         photinus.Loop(model, optimizer, points(), batch_size=8, epochs=2, out=tmp_path)
 
 
@@ -1019,8 +1061,8 @@ def test_gradients_not_yet_used_delay_the_checkpoint(tmp_path: Path, world: Any)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = photinus.Loop(
-        model, optimizer, Numbered(24), batch_size=4, epochs=1, out=tmp_path, save_every_steps=3, keep_last=9,
-        progress=False, curves=False,
+        model, optimizer, Numbered(24), batch_size=4, epochs=1, out=tmp_path, save=Saving(every_steps=3, keep_last=9),
+        report=QUIET,
     )  # fmt: skip
     for _ in loop:
         loop.backward(_loss(loop))
@@ -1037,8 +1079,8 @@ def test_optimizers_that_take_turns_in_a_body_delay_no_checkpoint(
     model = torch.nn.Linear(1, 1)
     first, second = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
     loop = photinus.Loop(
-        model, first, Numbered(12), batch_size=4, epochs=1, out=tmp_path, save_every_steps=1, keep_last=9,
-        state={"second": second} if second_is_known else None, progress=False, curves=False,
+        model, first, Numbered(12), batch_size=4, epochs=1, out=tmp_path, save=Saving(every_steps=1, keep_last=9),
+        state={"second": second} if second_is_known else None, report=QUIET,
     )  # fmt: skip
     for _ in loop:
         for optimizer in (first, second):
@@ -1052,7 +1094,7 @@ def test_a_checkpoint_waits_for_an_optimizer_whose_gradients_add_up_while_anothe
 ) -> None:
     model = torch.nn.Linear(1, 1)
     often, seldom = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
-    options: dict[str, Any] = {"save_every_steps": 1, "keep_last": 999, "progress": False, "curves": False}
+    options: dict[str, Any] = {"save": Saving(every_steps=1, keep_last=999), "report": QUIET}
     options |= {"batch_size": 1, "epochs": 1, "state": {"seldom": seldom}}
 
     def train_on(name: str, samples: int, reached: Callable[[int], Tensor], turn: Callable[[int], bool]) -> list[str]:
@@ -1087,7 +1129,7 @@ class TwoSteps(torch.optim.Optimizer):
 def test_steps_of_an_optimizer_inside_another_let_checkpoints_be_saved(tmp_path: Path, world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = TwoSteps(model.parameters())
-    options: dict[str, Any] = {"save_every_steps": 2, "keep_last": 9, "progress": False, "curves": False}
+    options: dict[str, Any] = {"save": Saving(every_steps=2, keep_last=9), "report": QUIET}
     loop = photinus.Loop(model, optimizer, Numbered(16), batch_size=4, epochs=1, out=tmp_path, **options)
     for _ in loop:
         loop.backward(_loss(loop))
@@ -1098,7 +1140,7 @@ def test_steps_of_an_optimizer_inside_another_let_checkpoints_be_saved(tmp_path:
 def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved_and_told(
     tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop = _loop(Numbered(120), batch_size=1, epochs=2, out=tmp_path, save_every_steps=100, keep_last=9)
+    loop = _loop(Numbered(120), batch_size=1, epochs=2, out=tmp_path, save=Saving(every_steps=100, keep_last=9))
     for _ in loop:
         loop.backward(_loss(loop))  # whose gradients are used in a way of its own
         loop.model.zero_grad(set_to_none=False)
@@ -1114,7 +1156,7 @@ def test_one_epoch_is_one(world: Any) -> None:
 
 
 def test_the_best_checkpoint_stays_where_not_every_epoch_would_be_saved(tmp_path: Path, world: Any) -> None:
-    loop = _loop(epochs=6, out=tmp_path, keep_last=1, best="right", save_every_epochs=3)
+    loop = _loop(epochs=6, out=tmp_path, save=Saving(keep_last=1, best="right", every_epochs=3))
     for _ in loop:
         if loop.epoch_ended:
             loop.log(right=float(loop.epoch == 2))
@@ -1124,7 +1166,7 @@ def test_the_best_checkpoint_stays_where_not_every_epoch_would_be_saved(tmp_path
 def test_the_best_checkpoint_stays_where_it_had_to_wait_for_a_step(tmp_path: Path, world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"keep_last": 1, "best": "right", "progress": False, "curves": False}
+    options: dict[str, Any] = {"save": Saving(keep_last=1, best="right"), "report": QUIET}
     loop = photinus.Loop(model, optimizer, Numbered(12), batch_size=4, epochs=4, out=tmp_path, **options)
     for _ in loop:
         loop.backward(_loss(loop))
@@ -1138,7 +1180,7 @@ def test_the_best_checkpoint_stays_where_it_had_to_wait_for_a_step(tmp_path: Pat
 
 def test_a_best_of_another_name_is_not_compared_with(tmp_path: Path, world: Any) -> None:
     for epochs, best in ((2, "right"), (4, "-error")):
-        loop = _loop(epochs=epochs, out=tmp_path, keep_last=1, best=best)
+        loop = _loop(epochs=epochs, out=tmp_path, save=Saving(keep_last=1, best=best))
         for _ in loop:
             if loop.epoch_ended:
                 loop.log(right=0.5, error=9.0 - loop.epoch if loop.epoch < 4 else 9.0)
@@ -1147,7 +1189,7 @@ def test_a_best_of_another_name_is_not_compared_with(tmp_path: Path, world: Any)
 
 def test_the_time_of_a_row_that_was_cut_off_counts(tmp_path: Path, world: Any) -> None:
     for stop_at in (2, None):
-        loop = _loop(epochs=1, out=tmp_path, save_every_steps=2)
+        loop = _loop(epochs=1, out=tmp_path, save=Saving(every_steps=2))
         for _ in loop:
             if loop.step == 3 and stop_at:
                 break
@@ -1168,7 +1210,7 @@ def test_an_extra_state_that_cannot_be_saved_is_refused_before_any_work(tmp_path
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path, world: Any) -> None:
-    loop = _loop(epochs=5, out=tmp_path, keep_last=1, best="-error")
+    loop = _loop(epochs=5, out=tmp_path, save=Saving(keep_last=1, best="-error"))
     for _ in loop:
         if loop.epoch_ended:
             loop.log(error=abs(loop.epoch - 2))
@@ -1177,14 +1219,14 @@ def test_the_best_checkpoint_stays(tmp_path: Path, world: Any) -> None:
 
 def test_best_of_a_metric_that_nobody_logs_is_told(tmp_path: Path, world: Any) -> None:
     with pytest.raises(ValueError, match="best='accuracy': nothing of that name was logged"):
-        list(_loop(out=tmp_path, best="accuracy"))
+        list(_loop(out=tmp_path, save=Saving(best="accuracy")))
 
 
 def test_a_best_that_nobody_logs_costs_no_epoch(tmp_path: Path, world: Any) -> None:
-    loop = _loop(Numbered(12), out=tmp_path, best="accuracy")
+    loop = _loop(Numbered(12), out=tmp_path, save=Saving(best="accuracy"))
     with pytest.raises(ValueError, match=r"What was trained is saved in .*step-00000003"):
         list(loop)
-    assert _loop(Numbered(12), out=tmp_path, best="loss").epoch == 2
+    assert _loop(Numbered(12), out=tmp_path, save=Saving(best="loss")).epoch == 2
 
 
 def test_checkpoints_hold_plain_names(tmp_path: Path) -> None:
@@ -1196,11 +1238,11 @@ def test_checkpoints_hold_plain_names(tmp_path: Path) -> None:
 
 def test_nothing_is_written_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train(None, epochs=1, curves=True)
+    train(None, epochs=1, report=photinus.Reporting(progress=False))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("what", ["append_losses", "make_durable"])
+@pytest.mark.parametrize("what", ["add_losses", "flush"])
 def test_a_full_disk_ends_the_run_with_its_reason(
     tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -1270,7 +1312,7 @@ def _events(out: Path) -> list[tuple[str, int]]:
 
 def test_events_tell_what_happened_to_a_run(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, epochs=2, save_every_steps=4, cut_at_step=5)
+        train(tmp_path, epochs=2, save_every=4, cut_at_step=5)
     train(tmp_path, epochs=2)
     cut_off = [("start", 0), ("checkpoint", 4), ("error", 4)]
     gone_on = [("start", 4), ("epoch", 6), ("checkpoint", 6), ("epoch", 12), ("checkpoint", 12), ("end", 12)]
@@ -1322,7 +1364,7 @@ def test_what_lay_in_the_folder_is_moved_aside_with_its_events_and_times(tmp_pat
 def test_times_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 1, "samples": 800, "wait_s": 0.03}
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=40, cut_at_step=75, **options)
+        train(tmp_path, save_every=40, cut_at_step=75, **options)
     before = [window.step for window in _windows(tmp_path)]
     assert before[-1] > 40
     train(tmp_path, **{**options, "wait_s": 0.0})

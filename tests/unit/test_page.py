@@ -137,7 +137,7 @@ def test_100_000_steps_and_many_ranks_make_a_small_page_that_keeps_the_extremes(
     folder = write_run(tmp_path / "long", epochs=1, steps=10, ranks=16)
     losses = [StepLoss(i, 1, 99.0 if i == 54_321 else 1.0 + i % 7 / 10, 64) for i in range(1, 100_001)]
     (folder / "losses.csv").unlink()
-    RunFiles(folder).append_losses(losses, 1)
+    RunFiles(folder).add_losses(losses, 1)
     with open(folder / RANKS, "a") as file:
         file.writelines(window(step, ranks=16).to_line() for step in range(100, 100_001, 100))
     text = made(folder)

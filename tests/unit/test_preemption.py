@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from photinus.job.deaths import Death, Raised
 from photinus.job.restart_policy import Report, RestartPolicy
 from photinus.run.local.interrupts import handle_signals
 from photinus.trainer.session import preemption
-from tests.small_run import Net, points, train
+from tests.small_run import QUIET, Net, points, train
 
 RUN = {"epochs": 2, "batch_size": 12, "samples": 60}
 
@@ -69,17 +70,23 @@ def test_a_loop_waits_for_the_optimizer_before_it_saves(tmp_path):
     with photinus.init("gloo", "cpu", seed=1):
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         loop = photinus.Loop(
-            plain, optimizer, points(48), batch_size=8, epochs=1, out=tmp_path, progress=False, curves=False
+            plain,
+            optimizer,
+            points(48),
+            batch_size=8,
+            epochs=1,
+            out=tmp_path,
+            report=QUIET,
         )
         with pytest.raises(preemption.Suspended, match="step 3, saved in "):
             run()
 
 
-@pytest.mark.parametrize("options", [{"suspend": False}, {"out": None}])
-def test_a_loop_that_does_not_save_leaves_the_signals_alone(tmp_path, options):
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_loop_that_does_not_save_leaves_the_signals_alone(tmp_path, saves, monkeypatch):
     seen = []
-    out = options.pop("out", tmp_path)
-    train(out, kill=lambda _: seen.append(signal.getsignal(signal.SIGTERM)), **RUN, **options)
+    monkeypatch.setattr(photinus, "init", partial(photinus.init, suspend=not saves))
+    train(tmp_path if saves else None, kill=lambda _: seen.append(signal.getsignal(signal.SIGTERM)), **RUN)
     assert set(seen) == {signal.SIG_DFL}
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from photinus.runlog.tables import RunFiles, StepLoss, read_rows
-from photinus.trainer.record.run_folder import draw_curves
+from photinus.trainer.record.curves import draw_curves
 
 
 def _write_run(folder: Path, *, epochs: int = 4, steps: int = 5, loss_of_step: float = 1.0, **extra: float) -> None:
     files = RunFiles(folder)
     losses = [StepLoss(i + 1, i // steps + 1, loss_of_step / (i + 1), 8) for i in range(epochs * steps)]
-    files.append_losses(losses[: epochs * steps // 2], start=1)
-    files.append_losses(losses[epochs * steps // 2 :], start=2)
+    files.add_losses(losses[: epochs * steps // 2], start=1)
+    files.add_losses(losses[epochs * steps // 2 :], start=2)
     common = {"learning_rate": 0.1, "samples_per_s": 100.0, "start": 1}
-    files.write_metrics(
+    files.add_row(
         [
             {
                 "epoch": e,
@@ -90,7 +90,7 @@ def test_without_matplotlib_there_is_a_warning_that_says_what_to_do(
 def test_numbers_come_back_from_the_files_as_they_went_in(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     row = {"epoch": 1, "step": 3, "loss": 0.1 + 0.2, "tiny": 5e-324, "none": math.nan, "samples_per_s": 1e22}
-    files.write_metrics([row])
+    files.add_row([row])
     (back,) = read_rows(files.metrics)
     assert math.isnan(back.pop("none"))
     assert back == {name: value for name, value in row.items() if name != "none"}

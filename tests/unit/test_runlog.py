@@ -328,7 +328,7 @@ def test_a_run_says_how_far_it_is(tmp_path: Path) -> None:
 def test_metrics_may_have_any_name(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", epochs=1)
     row = {"epoch": 1, "step": 20, "loss": 0.5, "top1,5": 0.75, 'say "a"': 2.0, "two\nlines": 3.0}
-    RunFiles(folder).write_metrics([row])
+    RunFiles(folder).add_row([row])
     (epoch,) = read(folder).epochs
     assert epoch == row
 

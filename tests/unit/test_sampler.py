@@ -162,15 +162,6 @@ def test_wrong_arguments_are_told_with_what_would_fit(
         GlobalBatches(**{"samples": 100, "batch_size": 4, **arguments})  # type: ignore[arg-type]
 
 
-def test_there_is_no_batch_beyond_the_end() -> None:
-    batches = GlobalBatches(10, 4)
-    assert len(batches) == 2
-    with pytest.raises(IndexError, match="2 batches, 0 to 1: there is no batch 2"):
-        batches.batch(0, 2)
-    with pytest.raises(ValueError, match="epoch=-1"):
-        batches.batch(-1, 0)
-
-
 @settings(max_examples=200, deadline=None)
 @given(samples=st.integers(0, 200), world_size=st.integers(1, 9), batch_size=st.integers(1, 64))
 def test_validation_takes_each_sample_exactly_once(samples: int, world_size: int, batch_size: int) -> None:
@@ -192,5 +183,3 @@ def test_validation_takes_each_sample_exactly_once(samples: int, world_size: int
 def test_validation_with_fewer_samples_than_ranks_leaves_some_ranks_without() -> None:
     assert [list(ShardedOnce(2, 8, rank=rank, world_size=4).indices) for rank in range(4)] == [[0], [1], [], []]
     assert len(ShardedOnce(2, 8, rank=3, world_size=4)) == 0
-    with pytest.raises(IndexError, match="rank 3 has 0 batches"):
-        ShardedOnce(2, 8, rank=3, world_size=4).batch(0, 0)

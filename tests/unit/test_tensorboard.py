@@ -26,8 +26,8 @@ def scalars(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_run_cut_off_and_gone_on_with_shows_each_step_once(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
-        train(tmp_path, save_every_steps=4, cut_at_step=11, tensorboard=True)
-    train(tmp_path, save_every_steps=4, tensorboard=True)
+        train(tmp_path, save_every=4, cut_at_step=11, report=photinus.Reporting(tensorboard=True))
+    train(tmp_path, save_every=4, report=photinus.Reporting(tensorboard=True))
     found = scalars(tmp_path)
     rows = read_rows(tmp_path / "losses.csv")
     assert found["loss/step"] == [(row["step"], pytest.approx(row["loss"])) for row in rows]
@@ -46,11 +46,7 @@ def test_the_trainer_takes_the_option(tmp_path: Path) -> None:
         batch_size=8,
         out=tmp_path,
         metrics={"right": right},
-        backend="gloo",
-        device="cpu",
-        progress=False,
-        curves=False,
-        tensorboard=True,
+        report=photinus.Reporting(tensorboard=True),
     )
     trainer.fit(points(), points(31))
     assert [step for step, _ in scalars(tmp_path)["epoch/valid_loss"]] == [6]
@@ -59,10 +55,10 @@ def test_the_trainer_takes_the_option(tmp_path: Path) -> None:
 def test_without_the_package_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(PhotinusError, match=r"pip install tensorboard"):
-        train(tmp_path / "run", tensorboard=True)
+        train(tmp_path / "run", report=photinus.Reporting(tensorboard=True))
     assert not (tmp_path / "run").exists()
 
 
 def test_event_files_need_a_folder() -> None:
     with pytest.raises(ValueError, match=r"tensorboard=True writes event files .*: give out="):
-        train(None, tensorboard=True)
+        train(None, report=photinus.Reporting(tensorboard=True))

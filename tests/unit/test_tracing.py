@@ -13,6 +13,7 @@ import photinus
 from photinus.parallel.tracing.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
 from photinus.parallel.tracing.trace import RankTrace, chrome_events, enumerate_rows
 from photinus.training_process import OptimizerSteps
+from tests.small_run import QUIET
 
 
 def rank_trace(rank: int, spans: list[Span], *, clock: str = "a", meeting_ns: int = 0) -> RankTrace:
@@ -80,7 +81,7 @@ def test_waiting_for_the_loops_next_batch_is_traced(tmp_path: Path) -> None:
         plain = torch.nn.Linear(1, 1)
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
         data = [torch.ones(1)] * 8
-        loop = photinus.Loop(model, optimizer, data, batch_size=2, epochs=1, progress=False)
+        loop = photinus.Loop(model, optimizer, data, batch_size=2, epochs=1, report=QUIET)
         with photinus.trace(tmp_path / "trace.json") as trace:
             for x in loop:
                 loop.backward(model(x).sum())

@@ -10,18 +10,26 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader
 
 import photinus
+from photinus import Saving
 from photinus.errors import CheckpointError
 from photinus.runlog.tables import read_rows
-from tests.small_run import FEATURES, Net, fingerprint, points, right
+from tests.small_run import FEATURES, QUIET, Net, fingerprint, points, right
+
+LINES = photinus.Reporting(curves=False)
 
 
 def _trainer(out: Path | None = None, *, epochs: int = 3, lr: float = 0.05, **options: Any) -> photinus.Trainer:
     torch.manual_seed(2)
     model = Net(dropout=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    options = {"backend": "gloo", "device": "cpu", "metrics": {"right": right}, "progress": False, **options}
+    options = {
+        "metrics": {"right": right},
+        "report": photinus.Reporting(progress=False),
+        **options,
+    }
     return photinus.Trainer(model, optimizer, cross_entropy, epochs=epochs, batch_size=8, out=out, **options)
 
 
@@ -47,7 +55,7 @@ def test_the_trainer_is_the_loop_with_the_usual_body(tmp_path: Path) -> None:
     plain = Net(dropout=0.0)
     with photinus.init("gloo", "cpu"):
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
-        loop = photinus.Loop(model, optimizer, points(), batch_size=8, epochs=3, progress=False)
+        loop = photinus.Loop(model, optimizer, points(), batch_size=8, epochs=3, report=QUIET)
         for inputs, targets in loop:
             loop.backward(cross_entropy(model(inputs), targets))
             optimizer.step()
@@ -106,12 +114,9 @@ def test_what_could_not_be_called_is_refused_before_any_work(options: dict[str, 
 )
 def test_batches_that_are_no_pairs_are_refused(collate_fn: Any, kind: str) -> None:
     model = torch.nn.Linear(6, 3)
-    trainer = photinus.Trainer(
-        model, torch.optim.SGD(model.parameters()), cross_entropy, epochs=1, batch_size=2, collate_fn=collate_fn,
-        backend="gloo", device="cpu", progress=False,
-    )  # fmt: skip
+    trainer = photinus.Trainer(model, torch.optim.SGD(model.parameters()), cross_entropy, epochs=1, report=QUIET)
     with pytest.raises(TypeError, match=rf"needs batches \(inputs, targets\), but got {kind}: make them"):
-        trainer.fit(points())
+        trainer.fit(photinus.loader(points(), batch_size=2, collate_fn=collate_fn))
 
 
 def test_an_empty_validation_set_is_refused_before_any_work() -> None:
@@ -133,15 +138,15 @@ def test_targets_may_have_several_parts(named: bool) -> None:
     model = torch.nn.Linear(6, 3)
     trainer = photinus.Trainer(
         model, torch.optim.SGD(model.parameters()), lambda scores, parts: cross_entropy(scores, parts[0]),
-        steps=1, batch_size=8, valid_batch_size=7, backend="gloo", device="cpu", progress=False,
+        steps=1, batch_size=8, report=QUIET,
     )  # fmt: skip
-    result = trainer.fit(Parts(), Parts())
+    result = trainer.fit(Parts(), DataLoader(Parts(), 7))
     inputs, targets = points(31).tensors
     assert result.metrics["valid_loss"] == pytest.approx(cross_entropy(result.model(inputs), targets).item(), rel=1e-5)
 
 
 def test_the_validation_loss_is_that_of_all_samples() -> None:
-    result = _trainer(valid_batch_size=7).fit(points(), points(31))
+    result = _trainer().fit(points(), photinus.loader(points(31), batch_size=7, train=False))
     result.model.eval()
     inputs, targets = points(31).tensors
     with torch.no_grad():
@@ -151,7 +156,7 @@ def test_the_validation_loss_is_that_of_all_samples() -> None:
 
 def test_a_session_that_is_open_is_used_and_left_open() -> None:
     with photinus.init("gloo", "cpu", seed=4) as world:
-        _trainer(backend="photinus").fit(points())
+        _trainer().fit(points())
         assert dist.is_initialized()
         assert world.backend == "gloo"
 
@@ -161,7 +166,13 @@ def test_a_rows_learning_rate_is_that_of_its_last_step(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer = photinus.Trainer(
-        model, optimizer, torch.nn.functional.cross_entropy, epochs=3, batch_size=8, scheduler=scheduler, curves=False
+        model,
+        optimizer,
+        torch.nn.functional.cross_entropy,
+        epochs=3,
+        batch_size=8,
+        scheduler=scheduler,
+        report=LINES,
     )
     assert [row["learning_rate"] for row in trainer.fit(points()).history] == [0.1, 0.05, 0.025]
 
@@ -174,7 +185,7 @@ def test_the_scheduler_steps_once_an_epoch_or_once_a_step(every: str, rate: floa
     model = trainer._model
     photinus.Trainer(
         model, optimizer, cross_entropy, epochs=1, batch_size=8, scheduler=scheduler, scheduler_every=every,
-        backend="gloo", device="cpu", progress=False,
+        report=QUIET,
     ).fit(points())  # fmt: skip
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
@@ -184,8 +195,8 @@ def test_a_scheduler_of_epochs_does_not_count_an_epoch_that_the_end_of_the_run_c
         model = Net(dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         photinus.Trainer(
-            model, optimizer, cross_entropy, steps=steps, batch_size=8, out=out, backend="gloo", device="cpu",
-            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=1), progress=False, curves=False,
+            model, optimizer, cross_entropy, steps=steps, batch_size=8, out=out,
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=1), report=QUIET,
         ).fit(points(48))  # fmt: skip
         return float(optimizer.param_groups[0]["lr"])
 
@@ -201,9 +212,8 @@ def _on_plateau(trainer: photinus.Trainer, **options: Any) -> photinus.Trainer:
         optimizer, mode=options.pop("mode", "min"), patience=0, threshold=100.0, threshold_mode="abs"
     )
     return photinus.Trainer(
-        model, optimizer, cross_entropy, epochs=3, batch_size=8, scheduler=scheduler, backend="gloo", device="cpu",
-        progress=False, **options,
-    )  # fmt: skip
+        model, optimizer, cross_entropy, epochs=3, batch_size=8, scheduler=scheduler, report=QUIET, **options
+    )
 
 
 def test_reduce_on_plateau_follows_the_validation_loss() -> None:
@@ -255,14 +265,14 @@ def test_a_best_that_no_row_will_have_is_refused_before_any_work(tmp_path: Path)
         ("right", None, r"best='right': a row of this training without a valid_set has loss\."),
     ):
         with pytest.raises(ValueError, match=words):
-            _trainer(tmp_path, best=best).fit(points(), valid)
+            _trainer(tmp_path, save=Saving(best=best)).fit(points(), valid)
     assert list(tmp_path.iterdir()) == []
 
     def log(loop: photinus.Loop) -> None:
         loop.log(mine=1.0)
 
-    for options in ({"best": "mine", "callbacks": [log]}, {"best": "-loss"}):
-        _trainer(tmp_path / str(options["best"]), epochs=1, **options).fit(points())
+    for best, callbacks in (("mine", [log]), ("-loss", [])):
+        _trainer(tmp_path / best, epochs=1, save=Saving(best=best), callbacks=callbacks).fit(points())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
@@ -279,7 +289,7 @@ def test_fit_may_be_called_twice_in_a_session(strategy: str) -> None:
 
 
 def test_a_missing_picture_of_a_finished_run_is_drawn_later(tmp_path: Path) -> None:
-    assert _trainer(tmp_path, curves=False).fit(points()).curves is None
+    assert _trainer(tmp_path, report=LINES).fit(points()).curves is None
     again = _trainer(tmp_path).fit(points())
     assert again.curves == tmp_path / "curves.png"
     assert again.curves.exists()
@@ -289,13 +299,10 @@ def test_a_missing_picture_of_a_finished_run_is_drawn_later(tmp_path: Path) -> N
     ("options", "message"),
     [
         ({"strategy": "dpp"}, "unknown strategy 'dpp'"),
-        ({"backend": "gluu"}, "backend 'gluu' is not available"),
-        ({"device": "gpu"}, "device='gpu' is no device"),
         ({"scheduler_every": "batch"}, "scheduler_every='batch'"),
         ({"metrics": {"valid_loss": right, "loss": right}}, "metrics: 'loss' and 'valid_loss': a column of that name"),
         ({"metrics": {"epoch": right}}, "metrics: 'epoch': a column of that name is filled anyway"),
         ({"metrics": {1: right}}, "metrics: 1 is a int, but names are text"),
-        ({"strategy_options": {"bucket_size": 3}}, "bucket_size"),
         ({"keep": 3}, "keep"),
     ],
 )
@@ -308,18 +315,16 @@ def test_wrong_options_are_refused_before_any_work(options: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_epochs": 3, "logger": "wandb", "epochs": None}, [
+        ({"max_epochs": 3, "logger": "wandb", "num_workers": 2}, [
             "Trainer has no option 'max_epochs'. Did you mean 'epochs'?", "Trainer has no option 'logger'.",
-            "epochs=None and steps=None",
+            "Trainer has no option 'num_workers'. Instead, give it to photinus.loader(...) or torch's DataLoader,",
         ]),
-        ({"strategy": "zero4", "keep_last": 0, "precision": "fp16", "metrics": [right], "valid_batch_size": 0}, [
-            "unknown strategy 'zero4'", "keep_last=0", "precision='fp16'", "metrics is a list", "valid_batch_size=0",
+        ({"strategy": "zero4", "save": 3, "precision": "fp16", "metrics": [right], "epochs": None}, [
+            "unknown strategy 'zero4'", "save=3", "precision='fp16'", "metrics is a list", "epochs=None and steps=None",
         ]),
-        ({"strategy_options": {"bucket_cap": 1}, "resume": 3, "best": 7, "tensorboard": True, "seed": -1}, [
-            "no option 'bucket_cap'", "resume=3", "best=7", "give out=..., too", "seed=-1",
-        ]),
-        ({"accumulate": 0, "clip_norm": -1, "num_workers": 1.5, "config": 3, "scheduler": "cosine"}, [
-            "accumulate=0", "clip_norm=-1", "num_workers", "config is a int", "scheduler is a str",
+        ({"resume": 3, "report": photinus.Reporting(tensorboard=True)}, ["resume=3", "give out=..., too"]),
+        ({"accumulate": 0, "clip_norm": -1, "config": 3, "scheduler": "cosine"}, [
+            "accumulate=0", "clip_norm=-1", "config is a int", "scheduler is a str",
         ]),
     ],
 )  # fmt: skip
@@ -337,18 +342,17 @@ def test_a_validation_set_that_is_none_is_refused_before_any_work(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_seed_counts_inside_an_open_session_too() -> None:
-    losses = []
-    for seed in (1, 2, 1):
-        with photinus.init("gloo", "cpu", seed=7):
-            torch.manual_seed(2)
-            model = Net(dropout=0.5)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            trainer = photinus.Trainer(
-                model, optimizer, cross_entropy, epochs=1, batch_size=8, seed=seed, shuffle=False, progress=False
-            )
-            losses.append(trainer.fit(points()).metrics["loss"])
-    assert losses[0] == losses[2] != losses[1]
+def test_a_model_that_is_wrapped_already_keeps_its_options() -> None:
+    model = Net(dropout=0.0)
+    with photinus.init("gloo", "cpu"):
+        wrapped, optimizer = photinus.wrap(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), strategy="zero1", sync_batch_norm=False
+        )
+        options: dict[str, Any] = {"epochs": 1, "batch_size": 8, "report": QUIET}
+        assert photinus.Trainer(wrapped, optimizer, cross_entropy, **options).fit(points()).model is model
+        with pytest.raises(ValueError, match=r"strategy='zero2', but the model is wrapped already, with .*'zero1'"):
+            photinus.Trainer(wrapped, optimizer, cross_entropy, strategy="zero2", **options).fit(points())
+    assert any(type(layer) is torch.nn.BatchNorm1d for layer in model.modules())
 
 
 class Branches(torch.nn.Module):
@@ -371,9 +375,11 @@ def _changed(
 ) -> dict[str, torch.Tensor]:
     model = Branches(order)
     made = (optimizer or torch.optim.AdamW)(model.parameters(), lr=0.01)
-    options = {"epochs": 2, "batch_size": 8, "scheduler": scheduler and scheduler(made), "out": out, **options}
-    trainer = photinus.Trainer(model, made, cross_entropy, seed=1, progress=False, curves=False, **options)
-    return dict(trainer.fit(points(options.pop("samples", 48))).model.state_dict())
+    options = {"epochs": 2, "scheduler": scheduler and scheduler(made), "out": out, **options}
+    drop_last = options.pop("drop_last", True)
+    trainer = photinus.Trainer(model, made, cross_entropy, report=QUIET, **options)
+    with photinus.init(seed=1):
+        return dict(trainer.fit(photinus.loader(points(48), batch_size=8, drop_last=drop_last)).model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -392,7 +398,7 @@ def test_what_changed_since_the_checkpoint_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], line: str
 ) -> None:
     first: dict[str, Any] = {"scheduler": lambda o: schedules.StepLR(o, 1)}
-    _changed(tmp_path, **first, save_every_steps=2, steps=8, epochs=None)
+    _changed(tmp_path, **first, save=Saving(every_steps=2), steps=8, epochs=None)
     capsys.readouterr()
     _changed(tmp_path, **{**first, **change})
     told = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note: ")]

@@ -68,7 +68,7 @@ def test_validating_more_often_changes_no_bit_of_the_training() -> None:
 
 @pytest.mark.parametrize(("save_every", "cut"), [(3, 5), (3, 10), (4, 15), (5, 10)])
 def test_an_interruption_between_two_validations_changes_no_bit(tmp_path: Path, save_every: int, cut: int) -> None:
-    options: dict[str, Any] = {"validate_every_steps": 5, "save_every_steps": save_every}
+    options: dict[str, Any] = {"validate_every_steps": 5, "save": photinus.Saving(every_steps=save_every)}
     whole = fit(tmp_path / "whole", **options)
     with pytest.raises(CutOffError):
         fit(tmp_path / "cut", cut_at_step=cut, **options)
@@ -89,7 +89,7 @@ def test_more_steps_go_on_as_if_there_had_been_no_end(tmp_path: Path) -> None:
 
 
 def test_the_best_validation_has_a_checkpoint(tmp_path: Path) -> None:
-    result = fit(tmp_path, validate_every_steps=5, best="-valid_loss", keep_last=1)
+    result = fit(tmp_path, validate_every_steps=5, save=photinus.Saving(best="-valid_loss", keep_last=1))
     best = min(result.history, key=lambda row: row["valid_loss"])
     assert f"step-{int(best['step']):08}" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
 

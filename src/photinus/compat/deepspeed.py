@@ -1,9 +1,11 @@
-"""DeepSpeed's JSON configuration, read into what `wrap`, `Loop` and `Trainer` take. Nothing is ignored in silence.
+"""DeepSpeed's JSON configuration, read into what `wrap`, `loader` and `Trainer` take. Nothing is ignored in silence.
 
 config = photinus.deepspeed_config("ds_config.json")
 optimizer = config.make_optimizer(model.parameters())
 scheduler = config.make_scheduler(optimizer)
-photinus.Trainer(model, optimizer, loss_fn, epochs=3, scheduler=scheduler, **config.trainer_options()).fit(data)
+model, optimizer = photinus.wrap(model, optimizer, **config.wrap_options())
+trainer = photinus.Trainer(model, optimizer, loss_fn, epochs=3, scheduler=scheduler, **config.trainer_options())
+trainer.fit(photinus.loader(data, **config.loader_options()))
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class DeepSpeedConfig:
 
     @property
     def batch_size(self) -> int:
-        """Samples of one forward over all ranks: `batch_size` of Loop and Trainer."""
+        """Samples of one forward over all ranks: `batch_size` of the loader."""
         return self.train_batch_size // self.accumulation
 
     def make_optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -95,21 +97,19 @@ class DeepSpeedConfig:
     def trainer_options(self) -> dict[str, Any]:
         """Keyword arguments for `Trainer`, beside the optimizer, the scheduler and `epochs`."""
         return {
-            **self.loop_options(),
             "accumulate": self.accumulation,
             "precision": self.precision,
             "clip_norm": self.clip_norm,
             "strategy": self.strategy,
-            "strategy_options": dict(self.strategy_options),
             "scheduler_every": "step",
         }
 
-    def loop_options(self) -> dict[str, Any]:
-        """Keyword arguments for `Loop`. Accumulation, precision and clipping are then your body's affair."""
-        return {"batch_size": self.batch_size} | ({} if self.drop_last is None else {"drop_last": self.drop_last})
+    def loader_options(self) -> dict[str, Any]:
+        """Keyword arguments for the `loader` of a Trainer or Loop."""
+        return {"batch_size": self.batch_size, "drop_last": self.drop_last}
 
     def wrap_options(self) -> dict[str, Any]:
-        """Keyword arguments for `wrap`."""
+        """Keyword arguments for `wrap`: the strategy, and its bucket size, which the Trainer alone does not know."""
         return {"strategy": self.strategy, **self.strategy_options}
 
 

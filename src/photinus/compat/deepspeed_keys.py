@@ -67,7 +67,7 @@ _NOTED = {
     """: f"{_NO_EFFECT}: gradients are exchanged in their own type, and narrow ones added in float32",
     "activation_checkpointing": "concerns only models that call deepspeed.checkpointing; use torch.utils.checkpoint",
     "flops_profiler comms_logger": "has no effect here: see photinus.trace and `photinus bench`",
-    "tensorboard": "has no effect here: give the Trainer tensorboard=True",
+    "tensorboard": "has no effect here: give the Trainer report=photinus.Reporting(tensorboard=True)",
     "wandb comet": "has no effect here: log in a callback of the Trainer",
     "csv_monitor": "is always on here: metrics.csv and losses.csv",
     "aio": "has no effect here: nothing is moved to a disk",

@@ -299,34 +299,14 @@ def find_runs(below: Path) -> Iterator[Path]:
     What lies in a run's folder (checkpoints, earlier runs moved aside) is not looked at, nor are hidden folders and
     links. Nor does it go on for ever: after 20,000 folders it has looked enough.
     """
-    level, looked_at = [below], 0
-    for _ in range(DEPTH + 1):
-        deeper: list[Path] = []
-        for folder in level:
-            looked_at += 1
-            if looked_at > _MOST_FOLDERS:
-                return
-            if is_run(folder):
-                yield folder
-                continue
-            deeper += _folders_in(folder)
-        level = deeper
+    for folder, inside, _ in itertools.islice(os.walk(below), _MOST_FOLDERS):
+        is_one = is_run(Path(folder))
+        if is_one:
+            yield Path(folder)
+        is_deep = len(Path(folder).relative_to(below).parts) == DEPTH
+        inside[:] = [] if is_one or is_deep else [n for n in inside if n[0] != "." and n not in _WITHOUT_RUNS]
 
 
 def newest_run(below: Path) -> Path | None:
     """The run in a folder whose files changed last; None when there is no run."""
     return max(find_runs(below), key=written_at_s, default=None)
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return [
-                Path(entry.path)
-                for entry in entries
-                if not entry.name.startswith(".")
-                and entry.name not in _WITHOUT_RUNS
-                and entry.is_dir(follow_symlinks=False)
-            ]
-    except OSError:
-        return []

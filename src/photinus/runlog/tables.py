@@ -68,9 +68,9 @@ class RunFiles:
         """Drops all rows after `step`, and a line that a killed process wrote only half of."""
         kept = [row for row in read_rows(self.losses) if row["step"] <= step and set(row) == set(self.LOSS_COLUMNS)]
         write_atomically(self.losses, _table(self.LOSS_COLUMNS, kept))
-        self.write_metrics(history)
+        self.add_row(history)
 
-    def append_losses(self, losses: Iterable[StepLoss], start: int) -> None:
+    def add_losses(self, losses: Iterable[StepLoss], start: int) -> None:
         """Appends rows to losses.csv."""
         rows = [{"step": x.step, "epoch": x.epoch, "loss": x.loss, "start": start} for x in losses]
         with open(self.losses, "a", newline="", encoding="utf-8", opener=plain_file) as file:
@@ -78,12 +78,20 @@ class RunFiles:
                 file.write(_table(self.LOSS_COLUMNS, []))
             file.write(_table(self.LOSS_COLUMNS, rows, header=False))
 
-    def make_durable(self) -> None:
+    def add_window(self, window: Window) -> None:
+        """Appends a line to ranks.jsonl."""
+        with open(self.losses.with_name(RANKS), "a", encoding="utf-8", opener=plain_file) as file:
+            file.write(window.to_line())
+
+    def flush(self) -> None:
         """Makes the rows of losses.csv outlive a power cut; a checkpoint relies on those before it."""
         with open(self.losses, "a", encoding="utf-8", opener=plain_file) as file:
             os.fsync(file.fileno())
 
-    def write_metrics(self, history: Sequence[Row]) -> None:
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def add_row(self, history: Sequence[Row]) -> None:
         """Writes metrics.csv anew; it has one row per epoch, and columns may appear at any epoch."""
         last = ("samples_per_s", "elapsed_s", "start")
         names: dict[str, None] = {"epoch": None, "step": None, "loss": None}

@@ -32,12 +32,10 @@ def main() -> None:
         common = {
             "epochs": args.epochs,
             "batch_size": args.batch_size,
-            "scheduler": CosineAnnealingLR(optimizer, args.epochs),
             "out": args.out,
             "resume": args.resume,
-            "save_every_steps": args.save_every_steps,
-            "tensorboard": args.tensorboard,
-            "best": "accuracy",
+            "save": photinus.Saving(every_steps=args.save_every_steps, best="accuracy"),
+            "report": photinus.Reporting(tensorboard=args.tensorboard),
             "config": args,
         }
         train = with_trainer  # or with_loop: the same training, in a loop of your own
@@ -46,8 +44,15 @@ def main() -> None:
 
 def with_trainer(model: Any, optimizer: Any, train_set: Any, valid_set: Any, strategy: str, common: Any) -> None:
     """Trains in one call."""
+    scheduler = CosineAnnealingLR(optimizer, common["epochs"])
     trainer = photinus.Trainer(
-        model, optimizer, cross_entropy, metrics={"accuracy": accuracy}, strategy=strategy, **common
+        model,
+        optimizer,
+        cross_entropy,
+        metrics={"accuracy": accuracy},
+        strategy=strategy,
+        scheduler=scheduler,
+        **common,
     )
     trainer.fit(train_set, valid_set)
 
@@ -55,14 +60,15 @@ def with_trainer(model: Any, optimizer: Any, train_set: Any, valid_set: Any, str
 def with_loop(model: Any, optimizer: Any, train_set: Any, valid_set: Any, strategy: str, common: Any) -> None:
     """Trains in a loop whose body is yours."""
     model, optimizer = photinus.wrap(model, optimizer, strategy=strategy)
-    loop = photinus.Loop(model, optimizer, train_set, **common)
+    scheduler = CosineAnnealingLR(optimizer, common["epochs"])
+    loop = photinus.Loop(model, optimizer, train_set, state={"scheduler": scheduler}, **common)
     for images, targets in loop:  # this process's part of each batch; saves, resumes
         loop.backward(cross_entropy(model(images), targets))
         optimizer.step()
         optimizer.zero_grad()
         if loop.epoch_ended:  # all processes validate, each sample exactly once
             loop.log(**photinus.evaluate(model, valid_set, {"accuracy": accuracy, "valid_loss": loss_of_each}))
-            common["scheduler"].step()
+            scheduler.step()
 
 
 def loss_of_each(scores: Tensor, targets: Tensor) -> Tensor:

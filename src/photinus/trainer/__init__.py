@@ -21,6 +21,7 @@ from .data.loader import loader
 from .evaluation import evaluate
 from .loop import Loop
 from .record.config import dataset_folder
+from .record.spec import Reporting, Saving
 from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
 from .session.wrapping import wrap
@@ -29,7 +30,9 @@ from .trainer import Result, Trainer
 __all__ = [
     "CheckpointFolder",
     "Loop",
+    "Reporting",
     "Result",
+    "Saving",
     "Session",
     "Suspended",
     "Trainer",

@@ -33,14 +33,13 @@ from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
 from ..training_process import waiting_time
 from .checkpoint.states import unwrap
-from .data.arguments import check_dataset, taken_apart, whole_number
-from .data.loader import Batch, loader
+from .data.arguments import explains_unknown, whole_number
+from .data.loader import Batch, Loader, loader
 from .data.sampler import ShardedOnce
 from .session.session import Session, require_session
 from .session.wrapping import exchanges_gradients
 
-_OF_TRAINING = frozenset({"shuffle", "drop_last", "persistent_workers"})
-
+Data = Dataset[Any] | DataLoader[Any] | Loader
 Metric = Callable[[Tensor, Tensor], Tensor]  # outputs [n, ...], targets [n, ...] -> values [n]
 Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
 
@@ -62,38 +61,33 @@ class BatchMean:
 @overload
 def evaluate(
     model: nn.Module,
-    dataset: Dataset[Any] | DataLoader[Any],
+    dataset: Data,
     metric: Metric,
     *,
     batch_size: int | None = ...,
-    num_workers: int | None = ...,
     forward: Forward | None = ...,
-    collate_fn: Callable[[list[Any]], Any] | None = ...,
 ) -> float: ...
 
 
 @overload
 def evaluate(
     model: nn.Module,
-    dataset: Dataset[Any] | DataLoader[Any],
+    dataset: Data,
     metric: Mapping[str, Metric],
     *,
     batch_size: int | None = ...,
-    num_workers: int | None = ...,
     forward: Forward | None = ...,
-    collate_fn: Callable[[list[Any]], Any] | None = ...,
 ) -> dict[str, float]: ...
 
 
+@explains_unknown
 def evaluate(
     model: nn.Module,
-    dataset: Dataset[Any] | DataLoader[Any],
+    dataset: Data,
     metric: Metric | Mapping[str, Metric],
     *,
     batch_size: int | None = None,
-    num_workers: int | None = None,
     forward: Forward | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> float | dict[str, float]:
     """Return the mean of a metric over a data set, computed by all ranks together. Every rank must call it.
 
@@ -101,13 +95,12 @@ def evaluate(
 
     Args:
         model: wrapped or plain model.
-        dataset: map-style data set of pairs (input, target), or of anything else if `forward` is given. Or a
-            DataLoader, whose batch size, collate_fn and workers are used where the argument here is None.
+        dataset: map-style data set of pairs (input, target), or of anything else if `forward` is given. Or torch's
+            DataLoader, or a `photinus.loader`, whose collate_fn and workers are used.
         metric: function metric(outputs, targets) that returns one value per sample, shape [n], or a dict of them.
-        batch_size: samples of one forward on one rank. Default: 64.
-        num_workers: number of processes that load data, per rank. Default: 0.
+        batch_size: samples of one forward on one rank. Default: the DataLoader's (of a `photinus.loader`: its part on
+            one rank), else 64.
         forward: function forward(model, batch) that returns (outputs, targets). Default: a batch is (inputs, targets).
-        collate_fn: function that makes a batch of a list of items. Default: torch's default_collate.
 
     Returns:
         The mean over all samples as a float; for a dict of metrics, a dict of means.
@@ -124,21 +117,14 @@ def evaluate(
     with together("preparing to evaluate"):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, but evaluate needs a torch.nn.Module")
-        _check_metrics(metrics)
-        given = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn}
-        options: dict[str, Any] = {}
-        if isinstance(dataset, DataLoader):
-            own_size = dataset.batch_size  # of one forward, which a DistributedSampler does not change
-            dataset, options = taken_apart(dataset)
-            options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
-            if own_size is not None:
-                options["batch_size"] = own_size
-        options |= {name: value for name, value in given.items() if value is not None}
-        size = whole_number("batch_size", options.get("batch_size", 64), least=1)
-        check_dataset(dataset)
-        total = len(dataset)  # type: ignore[arg-type]
+        if not metrics:
+            raise ValueError("evaluate was given no metric")
+        check_functions({f"metric {name!r}": function for name, function in metrics.items()})
+        size = whole_number("batch_size", _default_size(dataset) if batch_size is None else batch_size, least=1)
+        batches = loader(dataset, batch_size=size, train=False, seed=0, device=session.device, place=(0, 1))
+        total = batches.samples
         if total == 0:
-            raise ValueError(f"the data set ({type(dataset).__name__}) to evaluate on is empty")
+            raise ValueError(f"the data set ({type(batches.dataset).__name__}) to evaluate on is empty")
     names = sorted(metrics, key=str)  # whatever order this rank's dict has
     alike: dict[str, Any] = {"metrics": [*map(str, names)], "batch_size": size, "samples": total}
     check_alike(alike, "the ranks were given different things to evaluate")
@@ -148,11 +134,10 @@ def evaluate(
     try:
         values = _values_of_this_rank(
             unwrap(model),
-            dataset,
+            batches,
             metrics,
             _blocks_of(session.rank, session.world_size, total, size),
             _idle_block(model, session, total, size),
-            {**options, "batch_size": size, "device": session.device},
             forward or _forward_pair,
         )
         parts = [part for name in names for part in _exact_sum(values[name])]
@@ -166,14 +151,20 @@ def evaluate(
     return {name: means[name] for name in metrics} if isinstance(metric, Mapping) else means["metric"]
 
 
-def _check_metrics(metrics: Mapping[str, Any]) -> None:
-    if not metrics:
-        raise ValueError("evaluate was given no metric")
-    for name, function in metrics.items():
+def _default_size(dataset: Data) -> int:
+    if isinstance(dataset, Loader):
+        return -(-dataset.batch_size // dataset.shares.world_size)
+    # A DistributedSampler does not change it: it is that of one forward.
+    return (isinstance(dataset, DataLoader) and dataset.batch_size) or 64
+
+
+def check_functions(functions: Mapping[str, Any]) -> None:
+    """Refuses what would fail where it is first called, at the end of an epoch perhaps."""
+    for name, function in functions.items():
+        if isinstance(function, type):
+            raise TypeError(f"{name} is the class {function.__name__}; give an object of it: {function.__name__}()")
         if not callable(function):
-            raise TypeError(
-                f"metric {name!r} is a {type(function).__name__}, but a function (outputs, targets) is needed"
-            )
+            raise TypeError(f"{name} is a {type(function).__name__}, but a function (outputs, targets) is needed")
 
 
 def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:
@@ -191,11 +182,10 @@ def _idle_block(model: nn.Module, session: Session, total: int, block: int) -> l
 
 def _values_of_this_rank(
     model: nn.Module,
-    dataset: Dataset[Any],
+    batches: Loader,
     metrics: Mapping[str, Metric],
     mine: list[int],
     idle: list[int],
-    options: Mapping[str, Any],
     forward: Forward,
 ) -> dict[str, list[float]]:
     """Each metric's value for each of the samples `mine`."""
@@ -204,7 +194,7 @@ def _values_of_this_rank(
     model.eval()
     try:
         with torch.no_grad():
-            for batch in _batches(dataset, mine, options):
+            for batch in _batches_of(batches, mine):
                 outputs, targets = forward(model, batch.data)
                 for name, function in metrics.items():
                     values = torch.as_tensor(function(outputs, targets))
@@ -217,7 +207,7 @@ def _values_of_this_rank(
                             f'exact (for a loss: reduction="none")'
                         )
                     found[name].append(values.detach().double())
-            for batch in _batches(dataset, idle, options):
+            for batch in _batches_of(batches, idle):
                 forward(model, batch.data)
     finally:
         for module, training in modes.items():
@@ -225,11 +215,10 @@ def _values_of_this_rank(
     return {name: torch.cat(values).cpu().tolist() if values else [] for name, values in found.items()}
 
 
-def _batches(dataset: Dataset[Any], samples: list[int], options: Mapping[str, Any]) -> Iterator[Batch]:
+def _batches_of(batches: Loader, samples: list[int]) -> Iterator[Batch]:
     if not samples:
         return iter(())
-    batches = loader(dataset, train=False, rank=0, world_size=1, **options)
-    batches.shares = ShardedOnce(len(samples), options["batch_size"])
+    batches.shares = ShardedOnce(len(samples), batches.batch_size)
     # Under their own numbers: what is drawn while one is loaded depends on the sample, not on the rank that loads it.
     batches.shares.indices = samples
     return batches.epoch(0)

@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +24,19 @@ from torch.utils.data import DataLoader, Dataset
 from .. import env
 from ..errors import PhotinusError
 from ..job import status
-from ..job.world import name_ranks
 from ..parallel import strategy_of, unwrap_compiled
-from ..parallel.exchange.agreement import JSON, check_alike, from_rank_0, together
+from ..parallel.exchange.agreement import JSON, check_alike, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
 from .backwards import Backwards, check_loss
-from .checkpoint.durable import explain_no_space, require_space
-from .checkpoint.folder import Checkpoint, on_all_ranks
 from .checkpoint.position import Length, Position
 from .data import rng
-from .data.arguments import check_all, refuse_if, whole_number
-from .data.loader import Batch, loader, note_place
-from .data.sampler import GlobalBatches
-from .record.config import describe_start, user_options
-from .record.resume import Source, choose_source, describe_launch, folder_of_this_job
-from .record.run_folder import PICTURE, Ending, RunFolder, RunLock, ranks_without
+from .data.arguments import explains_unknown
+from .data.loader import Batch, Loader, note_place, train_batches
+from .record.config import user_options
+from .record.run_folder import RunFolder
 from .record.run_numbers import RunNumbers
+from .record.spec import Reporting, RunSpec, Saving, check_options
 from .record.step_clock import StepClock
 from .record.tensorboard import check_tensorboard
 from .saves import Saves
@@ -50,11 +44,16 @@ from .session import preemption
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
-from .session.wrapping import STRATEGY, check_exchanges_gradients, check_optimizer, check_scheduler, check_second_models
+from .session.wrapping import (
+    WRAPPED,
+    check_exchanges_gradients,
+    check_optimizer,
+    check_schedulers,
+    check_second_models,
+)
 
-_SAVE_AFTER_S = 600.0  # where save_every_steps is None
+_SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take
-_COUNTS = ("batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "keep_last")
 
 
 class Loop:
@@ -63,9 +62,10 @@ class Loop:
     Args:
         model: wrapped by `photinus.wrap` (or by torch's DDP or FSDP2); plain where there is one process.
         optimizer: over the model's parameters.
-        train_set: map-style data set, equal on all ranks; or torch's DataLoader over one (see `photinus.loader`): its
-            batch size, shuffle, drop_last, collate_fn and workers are used where the argument here is None.
-        batch_size: samples of one step over ALL ranks, at least one for each. Parts may differ by one sample.
+        train_set: map-style data set, equal on all ranks; or torch's DataLoader over one, or a `photinus.loader`, which
+            say how it is shuffled, collated and loaded.
+        batch_size: samples of one step over ALL ranks, at least one for each. Parts may differ by one sample. Default:
+            the loader's.
         epochs: the run ends after N epochs, counted from its first start.
         steps: instead of epochs: the run ends after N batches. If that is inside an epoch, the epoch ends there too.
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
@@ -75,36 +75,23 @@ class Loop:
             restarted by its launcher (from a path: killed), it continues. Options and schedules that the script
             changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues along
             the new curve. All else is the checkpoint's.
-        seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
-        scheduler: learning-rate scheduler, saved and restored; the body calls its `step`.
-        state: more objects with state_dict and load_state_dict to save and restore, by name (a GradScaler, an average
-            of the weights, a second optimizer, a second model that is wrapped). Must be equal on all ranks.
+        state: more objects with state_dict and load_state_dict to save and restore, by name (a learning-rate scheduler,
+            a GradScaler, an average of the weights, a second optimizer, a second model that is wrapped). The body
+            calls what they do. Must be equal on all ranks.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, every N steps (counted over the
             whole run) and at the run's end; None: at the end of each epoch.
-        save_every_steps: also save every N steps; None: when the last checkpoint is ten minutes old (older, if a save
-            takes longer than 12 s: 2 % of the time at most), so that a kill costs no more than that.
-        save_every_epochs: save at the end of every Nth epoch; the last one is always saved.
-        keep_last: number of the newest checkpoints to keep.
-        best: name of a logged metric; the checkpoint of the row where it was highest (with "-" before the name:
-            lowest) stays too. Each row gets a checkpoint then (where gradients add up, after the next step).
-        num_workers: processes that load data, per rank; default none.
-        drop_last: leave the last, short batch of each epoch out (default); False splits it, rightly weighted.
-        shuffle: a new order each epoch (default); False takes the data set's.
-        collate_fn: makes a batch of a list of items; torch's default.
-        progress: whether rank 0 shows a progress bar and a line per epoch.
-        curves: whether rank 0 draws `curves.png` at the end.
-        tensorboard: whether rank 0 also writes event files for TensorBoard, in `tensorboard/` of `out`.
+        save: a `photinus.Saving`: when to save, and which checkpoints to keep. Default: at each epoch's end and every
+            ten minutes; the newest two.
+        report: a `photinus.Reporting`: what rank 0 shows. Default: progress and `curves.png`.
         config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
-        compare_parameters: whether the ranks check that they hold the same parameters, before each checkpoint and as
-            often as costs at most 0.5 % of the time. False if they should differ for a while (local SGD); then
-            `wrap(..., check_ranks=False)` too.
-        suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and exit (`photinus.Suspended`), to
-            be resumed later. Only with `out`; False does not handle these signals.
+
+    All ranks check that they hold the same parameters, before each checkpoint and as often as costs at most 0.5 % of
+    the time. If they should differ for a while (local SGD): `photinus.wrap(..., check_ranks=False)`.
 
     Raises:
         ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.
         NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
-        PhotinusError: tensorboard=True, and the package tensorboard is not installed.
+        PhotinusError: event files are wanted, and the package tensorboard is not installed.
         CheckpointError: the checkpoint to resume from is absent, or does not fit the model.
 
     Every rank raises when one does.
@@ -118,173 +105,106 @@ class Loop:
         checkpoint: path of the newest checkpoint of this run, None before the first.
     """
 
-    _made = 0  # with `out`, in this process
-
+    @explains_unknown
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        train_set: Dataset[Any] | DataLoader[Any],
+        train_set: Dataset[Any] | DataLoader[Any] | Loader,
         *,
         batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         out: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = "auto",
-        seed: int | None = None,
-        scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         validate_every_steps: int | None = None,
-        save_every_steps: int | None = None,
-        save_every_epochs: int = 1,
-        keep_last: int = 2,
-        best: str | None = None,
-        num_workers: int | None = None,
-        drop_last: bool | None = None,
-        shuffle: bool | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        progress: bool = True,
-        curves: bool = True,
-        tensorboard: bool = False,
+        save: Saving | None = None,
+        report: Reporting | None = None,
         config: Any = None,
-        compare_parameters: bool = True,
-        suspend: bool = True,
         _body: Mapping[str, JSON] | None = None,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
         session.loops += 1
         self._number = session.loops
-        self.out: Path | None = None
-        self.resumed_from: Path | None = None
-        self.checkpoint: Path | None = None
-        self.model = model
-        self.rank = session.rank
+        self.model, self.rank = model, session.rank
         self._optimizer = optimizer
-        self._curves = curves
-        self._clock = StepClock(session)
-        self._validated_s = session.aside_s
-        self._ending: Ending | None = None  # once there is something to end
-        self._folder: RunFolder | None = None  # on rank 0, when there is `out`
-        self._lock: RunLock | None = None  # the same
-        self._batch: Batch | None = None  # the one whose body runs
-        self._save_wanted = False
-        self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
-        self._save_is_due = False  # by rank 0's clock
-        self._stop_wanted = False
-        self._takes_signals = suspend and out is not None  # else there would be nothing to resume from
-        self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
-        self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
-        self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
-        self._position = Position()
+        save = Saving() if save is None else save
+        report = Reporting() if report is None else report
         with together("setting up the loop"):
-            check_exchanges_gradients(model, session.world_size)
-            self._strategy = strategy_of(model)
-            self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
-            check_optimizer(model, optimizer)
-            user = check_options(
-                epochs=epochs, steps=steps, out=out, resume=resume, best=best, state=state, config=config,
-                tensorboard=tensorboard, validate_every_steps=validate_every_steps, save_every_steps=save_every_steps,
-                save_every_epochs=save_every_epochs, keep_last=keep_last,
+            check_options(
+                epochs=epochs, steps=steps, out=out, resume=resume, state=state, save=save, report=report,
+                config=config, validate_every_steps=validate_every_steps,
             )  # fmt: skip
-            self.out = None if out is None else Path(out)
-            epochs, steps, validate_every_steps, save_every_steps = (  # numpy's numbers are not JSON's
-                None if each is None else int(each) for each in (epochs, steps, validate_every_steps, save_every_steps)
-            )
-            self._length = length = Length(epochs, steps)
-            if tensorboard and session.is_main:
+            if report.tensorboard and session.is_main:
                 check_tensorboard()
-            self._seed = seed = session.seed or 0 if seed is None else seed
-            self._loader = loader(
-                train_set,
-                batch_size=batch_size,
-                train=True,
-                shuffle=shuffle,
-                seed=seed,
-                drop_last=drop_last,
-                num_workers=num_workers,
-                collate_fn=collate_fn,
-                rank=session.rank,
-                world_size=session.world_size,
-                device=session.device,
-            )
-            shares = self._loader.shares
-            assert isinstance(shares, GlobalBatches), "train=True"
-            self._options: dict[str, JSON] = {
-                "batch_size": self._loader.batch_size,
-                "epochs": epochs,
-                "steps": steps,
-                "seed": self._loader.seed,
-                "samples": self._loader.samples,
-                "strategy": vars(self._wrapped).get(STRATEGY, self._strategy.name),
-                "shuffle": shares.shuffle,
-                "drop_last": shares.drop_last,
-                "validate_every_steps": validate_every_steps,
-                "save_every_steps": save_every_steps,
-                "save_every_epochs": int(save_every_epochs),
-                "resume": None if resume is None else str(resume),
-                "out": None if out is None else str(out),
-                **(_body or {}),  # what the Trainer's is like
-            }
+            check_exchanges_gradients(model, session.world_size)
+            check_optimizer(model, optimizer)
             others = dict(state or {})
             models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
             optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
-            check_scheduler(scheduler, optimizers)
+            check_schedulers(others, optimizers)
             check_second_models(model, others, session.world_size)
-        alike: dict[str, JSON] = {**self._options, "scheduler": type(scheduler).__qualname__, "state": [*others]}
+            self._strategy = strategy_of(model)
+            self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
+            training = {**vars(self._wrapped).get(WRAPPED, {"strategy": self._strategy.name}), **(_body or {})}
+            self._loader = train_batches(train_set, batch_size, (session.rank, session.world_size), session.device)
+            batches, shares = self._loader, self._loader.shares
+            order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
+            every = None if validate_every_steps is None else int(validate_every_steps)  # numpy's are not JSON's
+            self._spec = spec = RunSpec(*order, Length(epochs, steps), every, save, training)
+        alike: dict[str, JSON] = {**spec.to_dict(), "resume": str(resume), "out": str(out)}
+        alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
-        self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
+        self._replicas = Replicas(session, models, optimizers)
+        self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
-        self._saves = Saves(session, model, optimizer, scheduler, others, self._options, length)
+        self._saves = Saves(session, model, optimizer, others, spec)
         if out is not None:
             with together("looking at what to save"):
                 self._saves.check()
-        self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
+        least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        self._folder = RunFolder(session, out, resume, spec, user_options(config), report, least_bytes)
+        self.out = self._folder.path
+        self._begin_at_the_checkpoint(report)
+
+    def _begin_at_the_checkpoint(self, report: Reporting) -> None:
+        """Puts the loop where the run is: at its start, or at the checkpoint that it goes on from."""
+        self._position = Position()
+        self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
+        self.resumed_from: Path | None = None
+        self.checkpoint: Path | None = None
+        self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
         self.steps_per_epoch = len(self._loader)
-        self._validate_every_steps, self._saves_rows = validate_every_steps, best is not None
-        self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
-        moved = None
-        if out is not None:
-            find = partial(folder_of_this_job, Path(out), self._options, Loop._made)
-            folder, moved = from_rank_0(find, f"looking for the folder of {out}")
-            self._options["out"], self.out = folder, Path(folder)
-            self._run = f"{Loop._made}:{self.out}"
-            Loop._made += 1
-        source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
-
-        def choose() -> Checkpoint | None:
-            nonlocal source
-            if self.out is not None:
-                with explain_no_space(self.out, self._least_bytes):
-                    self._lock = lock = RunLock(self.out)
-                session.at_end(lambda _: lock.close())
-            source = choose_source(self.out, resume)
-            return source.checkpoint
-
-        with on_all_ranks(choose) as checkpoint:
+        with self._folder.starting_point() as checkpoint:
             if checkpoint is not None:
                 self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
                 self._saved_step = self._position.step
                 self.resumed_from = self.checkpoint = checkpoint.path
                 status.tell(saved=self._saved_step)
+        length = self._spec.length
         self.epochs = length.epochs_of(self._position, self.steps_per_epoch)
         self.steps = length.steps_of(self._position, self.steps_per_epoch)
-        self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
-        if self.out is not None:
-            with_space = explain_no_space(self.out, self._least_bytes)
-            prepare = with_space(partial(self._prepare_folder, source, user, keep_last, best, tensorboard))
-            from_rank_0(prepare, f"preparing the folder {self.out}")
-            if lacking := ranks_without(self.out, self._lock):
-                where = f"on host {session.host}, and {name_ranks(lacking, 8)} cannot see it"
-                note = f"note: {self.out} is {where}: rank 0's counts, from which the others get their state"
-                source = replace(source, note="\n".join(filter(None, (source.note, note))))
-            if moved and session.is_main:
-                say(moved)
-            if not self.finished:
-                status.tell(out=self._run)
-                self._ending = Ending(self.out, session.rank, self._position)
-                session.at_end(self._ending)
-        self._tell_start(source)
+        self._batch: Batch | None = None  # the one whose body runs
+        self._validated_s = self._session.aside_s
+        self._save_wanted = False
+        self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
+        self._save_is_due = False  # by rank 0's clock
+        self._stop_wanted = False
+        self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
+        self._progress = Progress(report.progress and self._session.is_main, length, self.steps_per_epoch)
+        whole = {name: getattr(self, name) for name in ("epochs", "steps", "steps_per_epoch")}
+        self._folder.begin(self._position, {**whole, "batch_size": self._loader.batch_size}, self.resumed_from)
+        if not self._session.is_main:
+            return
+        if self.finished:
+            done, advice = length.describe_nothing_to_do(self._position)
+            say(f"finished already: {done} ({self.resumed_from}), nothing to do; {advice}")
+            self._folder.draw(if_missing=True)
+            say(self.summary())
+        elif self.resumed_from is not None:
+            say(f"resumed from {self.resumed_from}: {length.describe(self._position)}")
 
     # -- what the body reads -----------------------------------------------------------------------------------------
 
@@ -306,7 +226,7 @@ class Loop:
     @property
     def epoch_ended(self) -> bool:
         """Return whether this is the last batch of the epoch, or of the run."""
-        return self._batch is not None and self._length.epoch_ends(self._position, self.steps_per_epoch)
+        return self._batch is not None and self._spec.length.epoch_ends(self._position, self.steps_per_epoch)
 
     @property
     def whole_epoch_ended(self) -> bool:
@@ -319,14 +239,15 @@ class Loop:
 
         It is true when `epoch_ended` is; with validate_every_steps=N, every N steps and in the run's last body.
         """
-        if self._validate_every_steps is None:
+        every = self._spec.validate_every_steps
+        if every is None:
             return self.epoch_ended
-        return self._batch is not None and (self.step % self._validate_every_steps == 0 or self.step == self.steps)
+        return self._batch is not None and (self.step % every == 0 or self.step == self.steps)
 
     @property
     def finished(self) -> bool:
         """Return whether all epochs (or steps) are done, or the run was stopped."""
-        return self._length.reached(self._position)
+        return self._spec.length.reached(self._position)
 
     @property
     def history(self) -> list[Row]:
@@ -445,8 +366,8 @@ class Loop:
                 row[name] = float(value)
             except (TypeError, ValueError):
                 raise ValueError(f"loop.log: {name!r} is {value!r}, but one number is needed") from None
-        if ended and self._folder is not None:
-            self._folder.files.write_metrics(history)
+        if ended:
+            self._folder.rewrite_metrics(history)
 
     def stop(self) -> None:
         """End the run early, on all ranks at the same step, even if only one rank calls it.
@@ -471,7 +392,8 @@ class Loop:
         clock.start()
         self._backwards.begin()
         position.begin(time.perf_counter() - self._session.aside_s)
-        watch = preemption.Watch(self._takes_signals)
+        # Without a folder there would be nothing to resume from.
+        watch = preemption.Watch(self._session.suspends and self.out is not None)
         note_place("")
         try:
             while not self.finished:
@@ -494,7 +416,7 @@ class Loop:
                     self._after_body(batch, row_ended=row_ended, epoch_ended=epoch_ended)
                     if self._suspending and self._saved_step == position.step and not self.finished:
                         self._leave_suspended()
-                    if self._length.reached(position):
+                    if self._spec.length.reached(position):
                         break
             self._finish()
         finally:
@@ -524,7 +446,7 @@ class Loop:
             # Up to here all ranks may have drawn the same numbers (equal splits of the data, equal models); dropout
             # must differ. Rank 0 goes on as a process that is alone would. A second loop of the session does not draw
             # the first one's numbers again, whether that one has anything left to do or not.
-            seed = self._seed if self._number == 1 else rng.derive_seed(self._seed, "loop", self._number)
+            seed = self._spec.seed if self._number == 1 else rng.derive_seed(self._spec.seed, "loop", self._number)
             rng.seed_everything(seed, rank=self._session.rank)
 
     def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
@@ -532,9 +454,9 @@ class Loop:
         position = self._position
         self._clock.other_ended()
         position.samples_in_part += batch.global_samples
-        every = self._save_every_steps
-        self._save_wanted |= every is not None and position.step % every == 0
-        self._save_wanted |= row_ended and self._saves_rows
+        saving = self._spec.saving
+        self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
+        self._save_wanted |= row_ended and saving.best is not None
         if row_ended or epoch_ended or self._save_wanted or self._numbers.due:
             self._exchange(epoch_ended)
         self._progress.step(batch.global_samples, position.newest)
@@ -543,7 +465,7 @@ class Loop:
         if epoch_ended:
             if position.batches_done == self.steps_per_epoch:
                 position.end_epoch()
-            self._save_wanted |= self.finished or position.epochs_done % self._save_every_epochs == 0
+            self._save_wanted |= self.finished or position.epochs_done % saving.every_epochs == 0
         if self._save_wanted and (not self._waits_for_step or self.finished):
             self._clock.other_ended()
             began = time.perf_counter()
@@ -570,27 +492,26 @@ class Loop:
         """Brings the numbers of all ranks together, and agrees on stopping and on waiting with a checkpoint."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
-        due = self._folder is not None and time.monotonic() - self._saved_s >= self._save_pause_s
-        wishes = self._stop_wanted, saves and self._has_to_wait(), due and not saves and self._save_every_steps is None
+        due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
+        due = due and not saves and self._spec.saving.every_steps is None
+        wishes = self._stop_wanted, saves and self._has_to_wait(), due
         stops, self._waits_for_step, self._save_is_due = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
         if stops:
-            position.stopped_of = self._length.wanted
-            if self._folder is not None:
-                self._folder.tell("stop", position.step, epoch=self.epoch)
+            position.stopped_of = self._spec.length.wanted
+            self._folder.tell("stop", position.step, epoch=self.epoch)
 
     def _end_row(self, epoch_ended: bool) -> None:
-        position, every = self._position, self._validate_every_steps
+        position, every = self._position, self._spec.validate_every_steps
         rate = self._backwards.rate
         if rate is None:  # no step was seen, or the optimizer finds its rates itself
             rate = next((group.get("lr") for group in self._optimizer.param_groups), None)
         whole = position.batches_done == self.steps_per_epoch if every is None else position.step % every == 0
         rate = math.nan if rate is None else float(rate)
         row = position.end_row(time.perf_counter() - self._session.aside_s, rate, whole=whole)
-        if self._folder is not None:
-            kind = "epoch" if every is None else "validation"
-            self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)
+        kind = "epoch" if every is None else "validation"
+        self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
         self._progress.end_row(row, measurements(row), epoch_ended=epoch_ended)
 
@@ -598,7 +519,7 @@ class Loop:
         self._save_wanted = False
         self._saved_step = self._position.step
         if self.out is not None:
-            self.checkpoint = self._saves.save(self._position, self.out, self._folder)
+            self.checkpoint = self._saves.save(self._position, self._folder)
             status.tell(saved=self._saved_step)
 
     def _leave_suspended(self) -> None:
@@ -612,88 +533,16 @@ class Loop:
         if self._saved_step != self._position.step:
             self._save()
         self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)
-        if self._ending is not None:
-            self._ending.end("stopped" if self._position.stopped_of else "finished")
-        if self._folder is not None:
-            self._folder.close()
-            if self._curves:
-                self._folder.draw()
-        if self._lock is not None:
-            self._lock.close()
-        status.tell(out="")
+        self._folder.finish("stopped" if self._position.stopped_of else "finished")
         if self._progress.shown:
             say(self.summary())
 
     def summary(self) -> str:
         """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
         position = self._position
-        how = self._length.describe_end(position)
+        how = self._spec.length.describe_end(position)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
-        lines = [f"{how}, {shown}" if shown else how]
-        if self._folder is not None:
-            lines.append(self._folder.describe())
-        return "\n".join(lines)
-
-    # -- setting up --------------------------------------------------------------------------------------------------
-
-    def _prepare_folder(
-        self, source: Source, user: dict[str, Any], keep_last: int, best: str | None, tensorboard: bool
-    ) -> None:
-        assert self.out is not None
-        self._folder = RunFolder(self.out, keep_last=keep_last, best=best, tensorboard=tensorboard)
-        if self.finished:  # nothing will be added
-            assert self._lock is not None
-            self._lock.close()
-            return
-        require_space(self.out, self._least_bytes)
-        resumed_from = None if self.resumed_from is None else str(self.resumed_from)
-        launch = describe_launch()
-        start = describe_start(self._session, resumed_from=resumed_from, resumed_step=self.step, launch=launch)
-        length = {"epochs": self.epochs, "steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
-        length["batch_size"] = self._loader.batch_size
-        self._folder.begin(self._position, self._options, user, start, length, goes_on=source.goes_on)
-
-    def _tell_start(self, source: Source) -> None:
-        if not self._session.is_main:
-            return
-        if source.note:
-            say(source.note)
-        if self.finished:
-            done, advice = self._length.describe_nothing_to_do(self._position)
-            say(f"finished already: {done} ({self.resumed_from}), nothing to do; {advice}")
-            if self._folder is not None and self._curves and not (self._folder.path / PICTURE).exists():
-                self._folder.draw()
-            say(self.summary())
-        elif self.resumed_from is not None:
-            say(f"resumed from {self.resumed_from}: {self._length.describe(self._position)}")
-
-
-def check_options(**options: Any) -> dict[str, Any]:
-    """Refuses options of a Loop that cannot be right, all at once, and before model and data set are looked at.
-
-    Returns:
-        The script's own options, of `config`.
-    """
-    out, resume, best, state = (options.get(name) for name in ("out", "resume", "best", "state"))
-    kind = f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name"
-    place = f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder'
-    metric = f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"'
-    path = f"out={out!r}: needs the path of the run's folder, or None"
-    folder = "tensorboard=True writes event files into the run's folder: give out=..., too"
-    named = best is None or (isinstance(best, str) and best.removeprefix("-"))
-    check_all(
-        partial(Length, options.get("epochs"), options.get("steps")),
-        *(partial(whole_number, each, options[each], least=1) for each in _COUNTS if options.get(each) is not None),
-        partial(whole_number, "num_workers", options.get("num_workers") or 0),
-        partial(rng.check_seed, options.get("seed") or 0),
-        partial(refuse_if, not (resume is None or isinstance(resume, (str, os.PathLike))), TypeError(place)),
-        partial(refuse_if, not (out is None or isinstance(out, (str, os.PathLike))), TypeError(path)),
-        partial(refuse_if, not named, TypeError(metric)),
-        partial(refuse_if, not (state is None or isinstance(state, Mapping)), TypeError(kind)),
-        partial(refuse_if, options.get("tensorboard") and out is None, ValueError(folder)),
-        partial(user_options, options.get("config")),
-    )
-    return user_options(options.get("config"))
+        return "\n".join(filter(None, (f"{how}, {shown}" if shown else how, self._folder.describe())))
 
 
 def measurements(row: Row) -> Row:

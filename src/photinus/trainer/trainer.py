@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
 
-from ..parallel import find_strategy, strategy_of
+from ..parallel import find_strategy, strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..words import hint
 from .checkpoint.states import unwrap
-from .data.arguments import check_all, check_dataset, refuse_if, taken_apart, whole_number
-from .data.rng import seed_everything
-from .evaluation import BatchMean, Metric, evaluate, pair_of
-from .loop import Loop, check_options, measurements
-from .record.run_folder import PICTURE
+from .data.arguments import check_all, explains_unknown, refuse_if, whole_number
+from .data.loader import loader
+from .evaluation import BatchMean, Data, Metric, check_functions, evaluate, pair_of
+from .loop import Loop, measurements
+from .record.curves import PICTURE
+from .record.spec import Reporting, Saving, check_options
 from .session.progress import show_metrics
 from .session.session import Session, current_session, init
-from .session.wrapping import wrap
+from .session.wrapping import WRAPPED, exchanges_gradients, wrap
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Callback = Callable[[Loop], None]
@@ -74,40 +74,38 @@ class Trainer:
     checkpoints, reports.
 
     Args:
-        model: a plain module; `fit` wraps it.
+        model: a plain module, which `fit` wraps; or one that `photinus.wrap` has wrapped with options of your own.
         optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
         epochs: the run ends after N epochs, counted from its first start.
         steps: instead of epochs: the run ends after N batches, and then validates too.
-        batch_size: samples of one step over ALL ranks, at least one for each. Default: the DataLoader's.
+        batch_size: samples of one step over ALL ranks, at least one for each. Default: the loader's.
         accumulate: the optimizer steps after N batches, on the mean of their gradients: its batch is batch_size *
             accumulate samples. The count continues over the ends of epochs. If fewer batches are left at the run's end,
             they make a step on their mean. (Except when `loop.stop()` ends the run early.)
         precision: "float32" (default), or "bfloat16": forward, loss and validation under torch.autocast, parameters and
             optimizer in float32.
-        out: folder of the run; None writes nothing.
+        out, resume, save, report, config: as for `photinus.Loop`.
         metrics: functions (outputs, targets) -> one value per sample, shape [n], by name, measured on the validation
             set. `valid_loss` is always measured.
-        resume: "auto" (default), "never", or the path of a checkpoint or of a run's folder; see Loop.
         strategy: a name in `photinus.parallel.STRATEGIES`; see `photinus.wrap`. Default: "ddp".
-        sync_batch_norm: let BatchNorm use the statistics of the global batch. Default: True.
         scheduler: learning-rate scheduler of the optimizer. ReduceLROnPlateau gets the validation loss.
         scheduler_every: "epoch" (default), or "step" (of the optimizer): when the scheduler steps. If the run's end
             cuts an epoch (or `accumulate` batches) short, a longer run ends it, and then steps the scheduler.
         clip_norm: largest norm of the gradients over the whole model; None does not clip.
-        seed: seed of everything random from `fit` on. Default: the session's. Without both, the order of the samples is
-            that of seed 0, and dropout differs from run to run. If the first weights should depend on it too, create
-            the model inside `with photinus.init(seed=...):`.
-        device, backend: as for `photinus.init`; used if no session is open.
         validate_every_steps: validate every N batches and at the run's end, instead of at the end of each epoch.
-        valid_batch_size: samples of one validation forward on one rank. Default: the DataLoader's, else 64.
         callbacks: functions called as callback(loop) after each validation. They may call `loop.log(...)` and
             `loop.stop()`.
-        strategy_options: options of the strategy, such as {"bucket_cap_mb": 10}.
-        loop_options: any other argument of Loop: save_every_epochs, keep_last, best, num_workers, drop_last,
-            collate_fn, progress, tensorboard, config ...
+
+    Backend, device and seed are those of `with photinus.init(...):` around `fit`. Without one, they are its defaults:
+    the order of the samples is that of seed 0, and dropout differs from run to run. Create the model inside too, if
+    its first weights should depend on the seed.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.
     """
 
+    @explains_unknown
     def __init__(
         self,
         model: nn.Module,
@@ -120,34 +118,29 @@ class Trainer:
         accumulate: int = 1,
         precision: str = "float32",
         out: str | os.PathLike[str] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
         resume: str | os.PathLike[str] | None = "auto",
+        metrics: Mapping[str, Metric] | None = None,
         strategy: str = "ddp",
-        sync_batch_norm: bool = True,
         scheduler: Any = None,
         scheduler_every: str = "epoch",
         clip_norm: float | None = None,
-        seed: int | None = None,
-        device: str | torch.device = "auto",
-        backend: str = "auto",
         validate_every_steps: int | None = None,
-        save_every_steps: int | None = None,
-        valid_batch_size: int | None = None,
         callbacks: Sequence[Callback] = (),
-        strategy_options: Mapping[str, Any] | None = None,
-        **loop_options: Any,
+        save: Saving | None = None,
+        report: Reporting | None = None,
+        config: Any = None,
     ) -> None:
+        self._best = save.best if isinstance(save, Saving) else None
         self._loop_options: dict[str, Any] = {
             "epochs": epochs,
             "steps": steps,
-            "batch_size": batch_size,
             "out": out,
             "resume": resume,
+            "state": None if scheduler is None else {"scheduler": scheduler},
             "validate_every_steps": validate_every_steps,
-            "save_every_steps": save_every_steps,
-            "seed": seed,
-            "scheduler": scheduler,
-            **loop_options,
+            "save": Saving() if save is None else save,
+            "report": Reporting() if report is None else report,
+            "config": config,
         }
         every = f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"'
         width = (
@@ -160,7 +153,6 @@ class Trainer:
         own = [name for name in (*OWN_COLUMNS, "valid_loss") if isinstance(metrics, Mapping) and name in metrics]
         taken = f"metrics: {' and '.join(map(repr, own))}: a column of that name is filled anyway; take another name"
         check_all(
-            partial(_check_names, loop_options),
             partial(check_options, **self._loop_options),
             partial(_check_kinds, loss_fn, metrics, scheduler, callbacks),
             partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
@@ -169,52 +161,45 @@ class Trainer:
             partial(refuse_if, own, ValueError(taken)),
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(whole_number, "accumulate", accumulate, least=1),
-            partial(whole_number, "valid_batch_size", 64 if valid_batch_size is None else valid_batch_size, least=1),
-            lambda: find_strategy(strategy)(**(strategy_options or {})),
+            partial(find_strategy, strategy),
         )
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
-        self._wrap_options: dict[str, Any] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
-        self._strategy_options = dict(strategy_options or {})
+        self._strategy, self._batch_size = strategy, batch_size
         self._clip_norm = clip_norm
         self._accumulate = accumulate
         self._precision = precision
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
         self._body: dict[str, JSON] = {"accumulate": accumulate, "precision": precision, "clip_norm": clip_norm}
-        self._body |= {"scheduler_every": scheduler_every, "sync_batch_norm": sync_batch_norm}
-        self._device, self._backend, self._seed = device, backend, seed
-        self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
+        self._body |= {"scheduler_every": scheduler_every}
+        self._callbacks = tuple(callbacks)
 
-    def fit(
-        self, train_set: Dataset[Any] | DataLoader[Any], valid_set: Dataset[Any] | DataLoader[Any] | None = None
-    ) -> Result:
+    def fit(self, train_set: Data, valid_set: Data | None = None) -> Result:
         """Train to the last epoch, or continue an earlier run.
 
         Args:
-            train_set: map-style data set of pairs (input, target), equal on all ranks; or a DataLoader over one.
-            valid_set: the same for validation; None does not validate.
+            train_set: map-style data set of pairs (input, target), equal on all ranks; or torch's DataLoader over one,
+                or a `photinus.loader`.
+            valid_set: the same for validation (default of the batch size: 64 a rank); None does not validate.
 
         Raises:
             ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.
         """
         if valid_set is not None:
             # Not only at the end of the first epoch.
-            to_validate: Any = taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set
-            check_dataset(to_validate)
-            if len(to_validate) == 0:
-                raise ValueError(f"valid_set ({type(to_validate).__name__}) is empty; None leaves validation out")
+            to_validate = loader(valid_set, batch_size=1, train=False, place=(0, 1))
+            if to_validate.samples == 0:
+                kind = type(to_validate.dataset).__name__
+                raise ValueError(f"valid_set ({kind}) is empty; None leaves validation out")
         elif isinstance(self._scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau follows the validation loss, so fit needs a valid_set")
         self._check_best(valid_set is not None)
         with ExitStack() as stack:
-            session = current_session()
-            if session is None:
-                session = stack.enter_context(init(self._backend, self._device, seed=self._seed))
-            elif self._seed is not None:
-                seed_everything(self._seed, rank=session.rank)
+            session = current_session() or stack.enter_context(init())
             model, optimizer = self._wrap(session)
-            loop = Loop(model, optimizer, train_set, **self._loop_options, _body=self._body)
+            batch_size = self._batch_size
+            loop = Loop(model, optimizer, train_set, batch_size=batch_size, **self._loop_options, _body=self._body)
             if not loop.finished:
                 model.train()
             began = loop.step
@@ -231,7 +216,7 @@ class Trainer:
                 measured: dict[str, float] = {}
                 if loop.validation_due and valid_set is not None:
                     with self._autocast():
-                        measured = evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size)
+                        measured = evaluate(model, valid_set, self._metrics)
                     loop.log(**measured)
                 if loop.whole_epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
                     follows = isinstance(self._scheduler, ReduceLROnPlateau)
@@ -243,7 +228,7 @@ class Trainer:
 
     def _check_best(self, validates: bool) -> None:
         """Refuses a `best` that no row will have; what callbacks log is not known."""
-        best = str(self._loop_options.get("best") or "loss").removeprefix("-")
+        best = (self._best or "loss").removeprefix("-")
         known = ["loss", *self._metrics] if validates else ["loss"]
         if not self._callbacks and best not in (*known, *OWN_COLUMNS):
             lacking = " without a valid_set" * (not validates)
@@ -256,13 +241,23 @@ class Trainer:
         if self._wrapped is not None and self._wrapped[0] is not session:
             if any(strategy_of(part).splits(part) for part in self._wrapped[1:]):
                 raise ValueError(
-                    f"strategy {self._wrap_options['strategy']!r} has split the model or its optimizer over the ranks "
+                    f"strategy {self._strategy!r} has split the model or its optimizer over the ranks "
                     f"of a session that ended with the last fit. Open one around both calls, `with photinus.init():`, "
                     f"or make model, optimizer and Trainer again: with out=... they go on from the checkpoint."
                 )
             self._wrapped = None
         if self._wrapped is None:
-            wrapped = wrap(self._model, self._optimizer, **self._wrap_options, **self._strategy_options)
+            wrapped: Any = self._model, self._optimizer
+            by_wrap = vars(unwrap_compiled(self._model)).get(WRAPPED)
+            if by_wrap is None and not exchanges_gradients(self._model):
+                wrapped = wrap(*wrapped, strategy=self._strategy)
+            elif self._strategy not in (
+                "ddp",
+                found := by_wrap["strategy"] if by_wrap else strategy_of(self._model).name,
+            ):
+                raise ValueError(
+                    f"strategy={self._strategy!r}, but the model is wrapped already, with strategy={found!r}"
+                )
             self._wrapped = (session, *wrapped)
         return self._wrapped[1:]
 
@@ -306,14 +301,6 @@ class Trainer:
         )
 
 
-def _check_names(options: Mapping[str, Any]) -> None:
-    accepted = inspect.signature(Loop).parameters.keys() - {"model", "optimizer", "train_set"}
-    known = {*accepted, *inspect.signature(Trainer).parameters} - {"loop_options"}
-    wrong = [name for name in options if name not in accepted]
-    if wrong:
-        raise TypeError("\n".join(f"Trainer has no option {each!r}.{hint(each, known, show=repr)}" for each in wrong))
-
-
 def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> None:
     """Refuses what would fail where it is first called, at the end of an epoch perhaps."""
     if metrics is not None and not isinstance(metrics, Mapping):
@@ -323,12 +310,7 @@ def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> 
     unnamed = [name for name in metrics or {} if not isinstance(name, str)]
     if unnamed:
         raise TypeError(f"metrics: {unnamed[0]!r} is a {type(unnamed[0]).__name__}, but names are text")
-    functions = {"loss_fn": loss_fn, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}}
-    for name, function in functions.items():
-        if isinstance(function, type):
-            raise TypeError(f"{name} is the class {function.__name__}; give an object of it: {function.__name__}()")
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}, but a function (outputs, targets) is needed")
+    check_functions({"loss_fn": loss_fn, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}})
     for place, callback in enumerate(callbacks):
         if not callable(callback):
             raise TypeError(f"callbacks[{place}] is a {type(callback).__name__}, but a function (loop) is needed")

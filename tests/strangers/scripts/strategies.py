@@ -31,7 +31,7 @@ with photinus.init("photinus", "cpu", seed=0) as world:
         chosen = config.trainer_options() | {"strategy": strategy}
         trainer = photinus.Trainer(
             model, optimizer, torch.nn.functional.cross_entropy, epochs=2, out=f"runs/{strategy}-{world.world_size}",
-            scheduler=config.make_scheduler(optimizer), curves=False, progress=False, **chosen,
+            scheduler=config.make_scheduler(optimizer), report=photinus.Reporting(progress=False), **chosen,
         )  # fmt: skip
-        trainer.fit(clouds(64))
+        trainer.fit(photinus.loader(clouds(64), **config.loader_options()))
     print(json.dumps({"rank": world.rank, "world_size": world.world_size, "argument": args.local_rank}))

@@ -38,9 +38,10 @@ def main(args: argparse.Namespace) -> dict[str, object]:
     with photinus.init(args.backend, "cpu", seed=0) as world:
         model = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Linear(16, CLASSES))
         model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9))
+        batches = photinus.loader(clouds(101), batch_size=args.batch_size, drop_last=False)
         loop = photinus.Loop(
-            model, optimizer, clouds(101), batch_size=args.batch_size, epochs=args.epoch, drop_last=False,
-            out=args.log_path, resume=args.resume or "auto", config=args, curves=False,
+            model, optimizer, batches, epochs=args.epoch,
+            out=args.log_path, resume=args.resume or "auto", config=args, report=photinus.Reporting(curves=False),
         )  # fmt: skip
         for points, targets in loop:
             loop.backward(nn.functional.cross_entropy(model(points), targets))

@@ -148,8 +148,8 @@ def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
         f"{list(parameter.shape)}{more}; seen from rank {group.rank()}. All ranks start from one model and make the "
         f"same steps, so something was done on some ranks only: another learning rate or optimizer, a step left out, "
         f"weights that were loaded or changed. Do it on all ranks, or on none. Where weights are to differ (local SGD, "
-        f"processors that round differently), pass check_ranks=False to DistributedDataParallel or photinus.wrap, and "
-        f"compare_parameters=False to a photinus.Loop, which saves no checkpoint of this."
+        f"processors that round differently), pass check_ranks=False to DistributedDataParallel or photinus.wrap. A "
+        f"photinus.Loop saves no checkpoint of this."
     )
 
 

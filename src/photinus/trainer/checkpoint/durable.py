@@ -109,6 +109,21 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(4)}")
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A block that writes a file or folder durably, under another name: it then takes the place of `path`, or goes."""
+    unfinished = temporary(path)
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except BaseException:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
 def discard(path: Path) -> None:
     """Deletes a file or folder, whole or not at all as seen from outside. Raises OSError."""
     if path.is_dir() and not path.is_symlink():

@@ -21,13 +21,12 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,9 +42,9 @@ from .durable import (
     explain_no_space,
     lock_folder,
     remove_debris,
+    replacing,
     require_space,
     sync_folder,
-    temporary,
 )
 from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
 from .states import PlainState, require_whole, state_of
@@ -142,31 +141,19 @@ class CheckpointFolder:
     Args:
         folder: where they are; made by the first save.
         keep_last: how many of those written last are kept, at least 1.
-        keep_best: how many of those with the best metric are kept besides.
-        best_is: whether a "highest" or "lowest" metric is best.
-        metric_name: what the metrics are of; those saved under another name are not compared with them.
+        best: name of the metric, with "-" before it where the lowest is best; the best one is kept besides. Metrics
+            that were saved under another name are not compared with it.
 
     Raises:
-        TypeError, ValueError: an argument is not such a number.
+        TypeError, ValueError: `keep_last` is not such a number.
         CheckpointError: `folder` exists and is no folder.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        keep_last: int = 2,
-        keep_best: int = 1,
-        best_is: Literal["highest", "lowest"] = "highest",
-        metric_name: str | None = None,
-    ) -> None:
+    def __init__(self, folder: Path | str, *, keep_last: int = 2, best: str | None = None) -> None:
         self.folder = Path(folder)
         self.keep_last = whole_number("keep_last", keep_last, least=1)
-        self.keep_best = whole_number("keep_best", keep_best)
-        if best_is not in ("highest", "lowest"):
-            raise ValueError(f"best_is={best_is!r}: it needs to be 'highest' or 'lowest'")
-        self.best_is = best_is
-        self.metric_name = metric_name
+        self._metric_name = None if best is None else best.removeprefix("-")
+        self._sign = 1.0 if best == self._metric_name else -1.0
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; checkpoints need a folder")
 
@@ -187,7 +174,7 @@ class CheckpointFolder:
             step: of the training; names the folder. Saving a step again replaces what was saved for it.
             state: by entry (letters, digits, `_`, `.`, `-`): objects with state_dict, or plain states.
             description: what a reader wants to know without loading: JSON.
-            metric: how good it is, for `best`; None and NaN: never the best.
+            metric: the value that `best` names; None and NaN: never the best.
 
         Raises:
             TypeError, ValueError: an argument cannot be saved.
@@ -196,8 +183,8 @@ class CheckpointFolder:
         step = whole_number("step", step)
         metric = None if metric is None or math.isnan(metric) else float(metric)
         described = json.loads(json.dumps(dict(description)))  # raises before anything is written
-        if metric is not None and self.metric_name is not None:
-            described[_METRIC_NAME] = self.metric_name
+        if metric is not None and self._metric_name is not None:
+            described[_METRIC_NAME] = self._metric_name
         wrong = [entry for entry in state if not ENTRY.fullmatch(entry)]
         if wrong or not state:
             told = (
@@ -239,7 +226,7 @@ class CheckpointFolder:
         return self._first_good(self._paths(newest_first=True))
 
     def best(self) -> Checkpoint | None:
-        """The complete and good checkpoint with the best metric (of equals the newest); None when none has one.
+        """The complete and good checkpoint with the best metric (of equals the newest); None when none has that one.
 
         Warns and raises as `newest` does.
         """
@@ -250,8 +237,7 @@ class CheckpointFolder:
     ) -> Path:
         require_space(self.folder, needed_bytes)
         path = self._free_path(step)
-        unfinished = temporary(path)
-        try:
+        with replacing(path) as unfinished:
             unfinished.mkdir()
             files = {}
             for entry, part in plain.items():
@@ -261,11 +247,6 @@ class CheckpointFolder:
             serial = 1 + max((manifest.serial for _, manifest in self._readable()), default=0)
             write_manifest(unfinished, Manifest(step, serial, files, description, metric))
             sync_folder(unfinished)
-            os.rename(unfinished, path)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        sync_folder(self.folder)
         return path
 
     def _free_path(self, step: int) -> Path:
@@ -287,7 +268,7 @@ class CheckpointFolder:
             by_step.setdefault(manifest.step, (path, manifest))  # of those saved twice at one step the later
         current = [*by_step.values()]
         keep = {path for path, _ in current[: self.keep_last]}
-        keep |= {path for path, _ in self._by_metric(current)[: self.keep_best]}
+        keep |= {path for path, _ in self._by_metric(current)[:1]}
         for path in self._paths():
             if path not in keep and (path / NAME).exists():  # without a manifest it is not ours to delete
                 try:
@@ -315,13 +296,11 @@ class CheckpointFolder:
                 continue
 
     def _by_metric(self, found: Collection[tuple[Path, Manifest]] | None = None) -> list[tuple[Path, Manifest]]:
-        """Those that have a metric, the best first."""
-        sign = 1.0 if self.best_is == "highest" else -1.0
+        """Those that have the metric, the best first."""
         measured = [
-            (sign * manifest.metric, manifest.serial, path, manifest)
+            (self._sign * manifest.metric, manifest.serial, path, manifest)
             for path, manifest in (self._readable() if found is None else found)
-            if manifest.metric is not None
-            and manifest.description.get(_METRIC_NAME, self.metric_name) == self.metric_name
+            if manifest.metric is not None and manifest.description.get(_METRIC_NAME) == self._metric_name
         ]
         return [(path, manifest) for *_, path, manifest in sorted(measured, key=lambda one: one[:2], reverse=True)]
 
@@ -356,9 +335,7 @@ def find_checkpoint(path: Path, *, best: str | None = None, step: int | None = N
         CheckpointError: nothing is there, nothing usable, or not the one that is asked for.
     """
     inside = path / CHECKPOINTS
-    name = None if best is None else best.removeprefix("-")
-    order: Literal["highest", "lowest"] = "lowest" if best != name else "highest"
-    folder = CheckpointFolder(inside if inside.is_dir() else path, best_is=order, metric_name=name)
+    folder = CheckpointFolder(inside if inside.is_dir() else path, best=best)
     found: Checkpoint | None
     is_checkpoint = (path / NAME).exists() and best is None and step is None
     if is_checkpoint or not (inside.is_dir() or folder._paths()):
@@ -368,7 +345,9 @@ def find_checkpoint(path: Path, *, best: str | None = None, step: int | None = N
     else:
         found = folder.newest() if best is None else folder.best()
     if found is None:
-        asked = (f" of step {step}" if step is not None else "") + (f" with a metric {name!r}" if best else "")
+        asked = (f" of step {step}" if step is not None else "") + (
+            f" with a metric {folder._metric_name!r}" if best else ""
+        )
         there = ", ".join(sorted(each.name for each in folder._paths())) or "none"
         raise CheckpointError(f"{folder.folder} holds no checkpoint{asked}; it holds {there}")
     return found

@@ -14,7 +14,6 @@ from ...runlog.units import plural
 from ..data.arguments import whole_number
 
 _OF_THIS_START = ("part_began", "samples_in_part", "newest", "told_not_finite")
-_NEW = ("group_began",)  # earlier versions did not save them
 
 
 @dataclass
@@ -62,12 +61,12 @@ class Position:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
         """The position that `to_dict` described. Raises CheckpointError when something of it is missing."""
-        missing = [name for name in _saved_names() if name not in saved and name not in _NEW]
+        missing = [name for name in _saved_names() if name not in saved]
         if missing:
             raise CheckpointError(
                 f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
             )
-        return cls(**{name: saved[name] for name in _saved_names() if name in saved})
+        return cls(**{name: saved[name] for name in _saved_names()})
 
     def begin(self, clock_s: float) -> None:
         """Bodies begin, or go on after a body was left early, whose row goes on."""
@@ -152,7 +151,8 @@ class Length:
                 f"epochs={self.epochs} and steps={self.steps} are given, but exactly one of both is needed: it says "
                 f"when the run ends"
             )
-        whole_number("steps" if self.epochs is None else "epochs", self.wanted, least=1)
+        name = "steps" if self.epochs is None else "epochs"
+        object.__setattr__(self, name, whole_number(name, self.wanted, least=1))  # numpy's numbers are not JSON's
 
     @property
     def wanted(self) -> int:

@@ -27,9 +27,8 @@ from .durable import (
     explain_no_space,
     file_digest,
     remove_dead_files,
+    replacing,
     require_space,
-    sync_folder,
-    temporary,
 )
 from .folder import find_checkpoint, on_all_ranks, seen_by_all
 from .states import PlainState, apply_states, check_states, state_of
@@ -133,16 +132,9 @@ def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_dead_files(path)
             require_space(path.parent, plain.needed_bytes)
-            unfinished = temporary(path)
-            try:
-                with _CommentedFile(unfinished) as file:
-                    torch.save(plain.value, file)  # type: ignore[arg-type]
-                    file.finish()
-                os.replace(unfinished, path)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-            sync_folder(path.parent)
+            with replacing(path) as unfinished, _CommentedFile(unfinished) as file:
+                torch.save(plain.value, file)  # type: ignore[arg-type]
+                file.finish()
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
 

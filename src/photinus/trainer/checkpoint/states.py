@@ -214,50 +214,40 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any, source: 
                     )
 
 
-def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> _Undo:
+def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> Callable[[], str]:
     """Loads each object's state, checked before, into it; when one fails, all get back what they had, and it is raised.
 
     Returns:
-        A function that takes it all back, for when another rank has failed.
+        A function that takes it all back, for when another rank has failed, and says how that went.
     """
-    undo = _Undo()
-    for name, target in objects.items():
-        undo.remember(name, target)
-        try:
-            load_into(target, states[name])
-        except Exception as error:
-            outcome = undo()
-            raise CheckpointError(
-                f"{name} ({type(target).__name__}) does not take its state from {source}: {type(error).__name__}: "
-                f"{error}. {outcome}"
-            ) from error
-    return undo
+    before: dict[str, Callable[[], None]] = {}  # each puts back a copy of what an object held on this rank
 
-
-class _Undo:
-    """What objects held on this rank, as copies; called, it puts them back and says how that went."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[str, Callable[[], None]]] = []
-
-    def remember(self, name: str, target: Any) -> None:
-        if isinstance(target, (nn.Module, torch.optim.Optimizer)):
-            part = unwrap(target) if isinstance(target, nn.Module) else target
-            self._before.append((name, strategy_of(part).keep(part)))
-        elif _has_state(target):
-            self._before.append((name, partial(target.load_state_dict, copy_state(target.state_dict(), _CPU))))
-
-    def __call__(self) -> str:
+    def undo() -> str:
         stuck = []
-        for name, put_back in reversed(self._before):
+        for name, put_back in reversed(before.items()):
             try:
                 put_back()
             except Exception as error:  # noqa: BLE001 - the others have to be put back all the same; it is told
                 stuck.append(f"{name} ({type(error).__name__}: {error})")
-        self._before.clear()
+        before.clear()
         if stuck:
             return f"What it had before could not be put back in {', '.join(stuck)}; all else was."
         return "Nothing was changed."
+
+    for name, target in objects.items():
+        if isinstance(target, (nn.Module, torch.optim.Optimizer)):
+            part = unwrap(target) if isinstance(target, nn.Module) else target
+            before[name] = strategy_of(part).keep(part)
+        elif _has_state(target):
+            before[name] = partial(target.load_state_dict, copy_state(target.state_dict(), _CPU))
+        try:
+            load_into(target, states[name])
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} ({type(target).__name__}) does not take its state from {source}: {type(error).__name__}: "
+                f"{error}. {undo()}"
+            ) from error
+    return undo
 
 
 def load_into(target: Any, state: Any) -> None:

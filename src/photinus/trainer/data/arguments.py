@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 import os
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -21,6 +23,52 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
+
+from ...words import hint
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TO_A_LOADER = "give it to photinus.loader(...) or torch's DataLoader, and that instead of the data set"
+_TO_TORCH = "give it to torch's DataLoader, and that instead of the data set"
+_TO_INIT, _TO_WRAP = "give it to photinus.init(...)", "wrap the model first: photinus.wrap(model, optimizer, {}=...)"
+# What a reader of older pages may type, and what to write now. Asked only for names that a function does not have.
+_MOVED = {
+    **dict.fromkeys(("num_workers", "shuffle", "drop_last", "collate_fn"), _TO_A_LOADER),
+    **dict.fromkeys(("persistent_workers", "prefetch_factor", "worker_init_fn", "multiprocessing_context"), _TO_TORCH),
+    "timeout_s": "give timeout=... to torch's DataLoader, and that instead of the data set; or set PHOTINUS_TIMEOUT_S",
+    "pin_memory": "leave it out: batches for a GPU are pinned",
+    **dict.fromkeys(("rank", "world_size"), "write place=(rank, world_size)"),
+    **dict.fromkeys(("seed", "device", "backend", "suspend"), _TO_INIT),
+    "scheduler": 'write state={"scheduler": scheduler}',
+    "save_every_steps": "write save=photinus.Saving(every_steps=...)",
+    "save_every_epochs": "write save=photinus.Saving(every_epochs=...)",
+    **dict.fromkeys(("keep_last", "best"), "write save=photinus.Saving({}=...)"),
+    **dict.fromkeys(("progress", "curves", "tensorboard"), "write report=photinus.Reporting({}=...)"),
+    "compare_parameters": "write photinus.wrap(..., check_ranks=False)",
+    "sync_batch_norm": _TO_WRAP,
+    "strategy_options": "wrap the model first: photinus.wrap(model, optimizer, strategy=..., **strategy_options)",
+    "valid_batch_size": "give fit a validation set with a batch size: DataLoader(valid_set, batch_size=...)",
+}
+
+
+def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Make an option that a function does not have a TypeError that says what is meant, or where it went."""
+    known = [name for name in inspect.signature(function).parameters if name[0] != "_"]
+    shown = f"photinus.{function.__qualname__.removesuffix('.__init__')}"
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        lines = []
+        for name in [each for each in kwargs if each not in known and each[0] != "_"]:
+            moved = _MOVED.get(name)
+            advice = hint(name, known, show=repr) if moved is None else f" Instead, {moved.replace('{}', name)}."
+            lines.append(f"{shown} has no option {name!r}.{advice}")
+        if lines:
+            raise TypeError("\n".join(lines))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def check_all(*checks: Callable[[], Any]) -> None:
@@ -88,8 +136,8 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
-    """A DataLoader's data set, and what it was given as arguments of `photinus.loader`, where that is no default.
+def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any], dict[str, Any]]:
+    """A DataLoader's data set, what it was given as arguments of `photinus.loader`, and what its workers were given.
 
     Its batch size counts as that over all ranks: the script was written for one process. Under a DistributedSampler it
     is that of one rank. The order of the samples is drawn anew, from the loop's seed.
@@ -120,31 +168,24 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
         what = "no batches (batch_size=None)" if own is None else f"a sampler of its own ({type(own).__name__}{over})"
         raise TypeError(
             f"this DataLoader has {what}: what it chooses cannot be divided among ranks, or found again after a "
-            f"resume. Give its data set (data_loader.dataset) "
-            f"with batch_size=... over all ranks, and collate_fn, num_workers and shuffle beside it; a choice of "
-            f"samples (weights, a filter) belongs into the data set, as with torch.utils.data.Subset."
+            f"resume. Give photinus.loader its data set (data_loader.dataset) with batch_size=... over all ranks, and "
+            f"collate_fn, num_workers and shuffle beside it; a choice of samples (weights, a filter) belongs into the "
+            f"data set, as with torch.utils.data.Subset."
         )
+    shuffle = type(sampler) is not SequentialSampler
     if isinstance(sampler, SubsetRandomSampler):
         dataset = Subset(dataset, [int(index) for index in sampler.indices])
-    if isinstance(sampler, DistributedSampler) and batch_size is not None:
-        batch_size *= sampler.num_replicas
-    workers = data_loader.num_workers
-    found: dict[str, Any] = {
+    if isinstance(sampler, DistributedSampler):
+        batch_size, shuffle = batch_size and batch_size * sampler.num_replicas, sampler.shuffle
+    found = {
         "batch_size": batch_size,
-        "shuffle": sampler.shuffle
-        if isinstance(sampler, DistributedSampler)
-        else type(sampler) is not SequentialSampler,
+        "shuffle": shuffle,
         "drop_last": data_loader.drop_last,
-        "num_workers": workers or None,
-        "pin_memory": data_loader.pin_memory or None,
+        "num_workers": data_loader.num_workers,
         "collate_fn": None if data_loader.collate_fn is default_collate else data_loader.collate_fn,
-        "persistent_workers": data_loader.persistent_workers or None,
-        "prefetch_factor": data_loader.prefetch_factor if workers else None,
-        "worker_init_fn": data_loader.worker_init_fn,
-        "multiprocessing_context": data_loader.multiprocessing_context if workers else None,
-        "timeout_s": data_loader.timeout or None,
     }
-    return dataset, {name: value for name, value in found.items() if value is not None}
+    names = ("persistent_workers", "prefetch_factor", "worker_init_fn", "multiprocessing_context", "timeout")
+    return dataset, found, {name: getattr(data_loader, name) for name in names}
 
 
 def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:

@@ -35,7 +35,8 @@ from ...errors import LoaderTimeoutError, PhotinusError
 from ...job.world import World
 from ...parallel.exchange.agreement import place_in_group
 from ...parallel.exchange.tensors import map_tensors, move_tensors
-from .arguments import check_dataset, indexable, taken_apart, whole_number
+from . import rng
+from .arguments import check_dataset, explains_unknown, indexable, taken_apart, whole_number
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .workers import Fetch, Request, WorkerStart, identity, start_workers
@@ -78,115 +79,92 @@ class Batch:
     index: int
 
 
+@explains_unknown
 def loader(
-    dataset: Dataset[Any] | Sequence[Any] | DataLoader[Any],
+    dataset: Dataset[Any] | Sequence[Any] | DataLoader[Any] | Loader,
     *,
     batch_size: int | None = None,
     train: bool = True,
     shuffle: bool | None = None,
-    seed: int = 0,
     drop_last: bool | None = None,
-    num_workers: int | None = None,
-    pin_memory: bool | None = None,
+    seed: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
+    num_workers: int | None = None,
     device: torch.device | str | None = None,
-    persistent_workers: bool | None = None,
-    prefetch_factor: int | None = None,
-    worker_init_fn: Callable[[int], None] | None = None,
-    multiprocessing_context: str | None = None,
-    timeout_s: float | None = None,
+    place: tuple[int, int] | None = None,
 ) -> Loader:
     """Return a loader of this rank's share of a map-style dataset, in batches.
 
     Args:
         dataset: an object with __len__ and __getitem__ (or __getitems__), or torch's DataLoader over one. The
-            DataLoader's settings are used for arguments that are None here. Its batch size is that of all ranks
+            DataLoader's settings are used for arguments that are None here, and so are those that torch alone has:
+            persistent_workers, prefetch_factor, worker_init_fn (torch's get_worker_info().dataset.dataset is yours),
+            multiprocessing_context, timeout (default: PHOTINUS_TIMEOUT_S, 300 s). Its batch size is that of all ranks
             together; with a DistributedSampler, that of each rank.
         batch_size: samples of a step over all ranks; for training at least one per rank. If it cannot be divided
             evenly, the ranks' parts differ by one sample and have weights: see `Loader.weight`.
         train: False for validation: the dataset's order, every sample exactly once over all ranks, without padding.
             Ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
         shuffle: use a new order in each epoch, which depends only on (seed, epoch). Default: as `train`.
+        drop_last: leave out the last, short batch of an epoch. Default: True.
         seed: seed of the order, and of Python's, numpy's and torch's generators in __getitem__ and the collate
             function. Each sample has a seed from (seed, epoch, sample); __getitems__ and collate functions have one per
-            batch.
-        drop_last: leave out the last, short batch of an epoch. Default: True.
+            batch. Default: the seed of `photinus.init`, else 0.
+        collate_fn: function that makes a batch of a list of samples. Default: torch's default_collate.
         num_workers: number of processes that load data, per rank. Default: 0. A TensorDataset (or a Subset of one) is
             indexed in this process, which is faster, unless there is a collate function.
-        pin_memory: use pinned memory. Default: True if `device` is a GPU.
-        collate_fn: function that makes a batch of a list of samples. Default: torch's default_collate.
-        rank, world_size: place of this rank. Give both or none. Default: torch.distributed's if it is initialized, else
-            the launcher's.
-        device: device to which the tensors of a batch move. Default: they do not move.
-        persistent_workers: keep the workers, with their copy of the dataset, for the next epoch. Default: False.
-        prefetch_factor: batches that each worker prepares ahead. Default: torch's (2).
-        worker_init_fn: called in each worker with its number; torch's get_worker_info().dataset.dataset is yours.
-        multiprocessing_context: how workers start ("fork", "forkserver", "spawn"). Default: Python's.
-        timeout_s: seconds to wait for a worker's batch; 0: no limit. Default: PHOTINUS_TIMEOUT_S (300).
+        device: device to which the tensors of a batch move, through pinned memory if it is a GPU. Default: they do not
+            move; a `photinus.Loop` moves them to its own.
+        place: (rank, world_size) of the ranks that share the dataset. Default: torch.distributed's if it is
+            initialized, else the launcher's.
 
     Raises:
-        TypeError: not a dataset, or iterable-style; an argument has a wrong type; or batch_size is missing.
+        TypeError: not a dataset, or iterable-style; an argument has a wrong type, or no function has it; or batch_size
+            is missing.
         ValueError: batch size, world size and dataset do not fit each other.
     """
-    if isinstance(dataset, DataLoader):
-        given = {
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
-            "num_workers": num_workers,
-            "pin_memory": pin_memory,
-            "collate_fn": collate_fn,
-            "persistent_workers": persistent_workers,
-            "prefetch_factor": prefetch_factor,
-            "worker_init_fn": worker_init_fn,
-            "multiprocessing_context": multiprocessing_context,
-            "timeout_s": timeout_s,
-        }
-        inner, found = taken_apart(dataset)
-        chosen: dict[str, Any] = found | {name: value for name, value in given.items() if value is not None}
-        if not train:
-            chosen |= {"shuffle": None}
-        return loader(inner, train=train, seed=seed, rank=rank, world_size=world_size, device=device, **chosen)
+    settings: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    settings |= {"collate_fn": collate_fn, "num_workers": num_workers}
+    of_workers: Mapping[str, Any] = {}
+    if isinstance(dataset, (DataLoader, Loader)):
+        dataset, found, of_workers = _parts_of(dataset)
+        settings = {name: found[name] if value is None else value for name, value in settings.items()}
+        settings["shuffle"] = settings["shuffle"] if train else None
     check_dataset(dataset)
-    if batch_size is None:
+    if settings["batch_size"] is None:
         raise TypeError("batch_size is missing: the samples of one step over all ranks")
-    drop_last = True if drop_last is None else drop_last
-    if (rank is None) != (world_size is None):
-        raise ValueError(f"give both rank and world_size or neither; got rank={rank}, world_size={world_size}")
-    if rank is None or world_size is None:
+    if place is None:
         world = World.from_env()
-        rank, world_size = place_in_group() if dist.is_initialized() else (world.rank, world.world_size)
-    seed = check_seed(seed)
-    num_workers = whole_number("num_workers", num_workers or 0)
-    device = None if device is None else torch.device(device)
+        place = place_in_group() if dist.is_initialized() else (world.rank, world.world_size)
+    if not (isinstance(place, tuple) and len(place) == 2):
+        raise TypeError(f"place={place!r}: needs (rank, world_size)")
+    collate_fn = settings["collate_fn"]
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn needs a function that takes a list of samples, not {collate_fn!r}")
-    if not train and shuffle:
+    if not train and settings["shuffle"]:
         raise ValueError("shuffle=True with train=False: validation counts each sample once, in the dataset's order")
+    settings["num_workers"] = whole_number("num_workers", settings["num_workers"] or 0)
     samples = len(dataset)  # type: ignore[arg-type]
+    rank, world_size = place
+    seed = check_seed(rng.session_seed if seed is None else seed)
     shares: GlobalBatches | ShardedOnce
     if train:
-        shuffle = True if shuffle is None else shuffle
+        shuffle, drop_last = (settings[name] is None or settings[name] for name in ("shuffle", "drop_last"))
         shares = GlobalBatches(
-            samples, batch_size, rank=rank, world_size=world_size, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
+            samples, settings["batch_size"], rank=rank, world_size=world_size, shuffle=shuffle, seed=seed,
+            drop_last=drop_last,
+        )  # fmt: skip
     else:
-        shares = ShardedOnce(samples, batch_size, rank=rank, world_size=world_size)
-    for_gpu = device is not None and device.type == "cuda"
-    pin = (for_gpu if pin_memory is None else pin_memory) and torch.cuda.is_available()
-    options: dict[str, Any] = {}
-    if num_workers:
-        options = {
-            "persistent_workers": bool(persistent_workers),
-            "worker_init_fn": worker_init_fn,
-            "multiprocessing_context": multiprocessing_context,
-            "timeout": env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
-        }
-        if prefetch_factor is not None:
-            options["prefetch_factor"] = whole_number("prefetch_factor", prefetch_factor, least=1)
-    return Loader(dataset, shares, operator.index(batch_size), seed, collate_fn, num_workers, pin, device, options)
+        shares = ShardedOnce(samples, settings["batch_size"], rank=rank, world_size=world_size)
+    settings["batch_size"] = operator.index(settings["batch_size"])
+    return Loader(dataset, shares, settings, seed, None if device is None else torch.device(device), of_workers)
+
+
+def _parts_of(source: DataLoader[Any] | Loader) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+    """The data set, the settings and those of the workers."""
+    return (
+        taken_apart(source) if isinstance(source, DataLoader) else (source.dataset, source.settings, source.of_workers)
+    )
 
 
 class Loader:
@@ -202,26 +180,27 @@ class Loader:
         samples: size of the dataset.
         shares: which samples are this rank's.
         device: where the tensors go, or None.
+        settings, of_workers: what `loader` was given, and what a DataLoader's workers were.
     """
 
     def __init__(
         self,
         dataset: Any,
         shares: GlobalBatches | ShardedOnce,
-        batch_size: int,
+        settings: Mapping[str, Any],
         seed: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: int,
-        pin_memory: bool,
         device: torch.device | None,
-        options: Mapping[str, Any],
+        of_workers: Mapping[str, Any],
     ) -> None:
-        self.dataset, self.shares, self.batch_size, self.seed, self.device = dataset, shares, batch_size, seed, device
+        self.dataset, self.shares, self.seed, self.device = dataset, shares, seed, device
+        self.settings, self.of_workers = settings, of_workers
+        self.batch_size: int = settings["batch_size"]
         self.samples = shares.samples
-        self._pin_memory = pin_memory
+        self._timeout_s: float = of_workers.get("timeout") or env.TIMEOUT_S.get()
+        collate_fn = settings["collate_fn"]
         self._tensors = indexable(dataset) if collate_fn is None else None
         self._fetch = Fetch(dataset, collate_fn or torch_collate, seed)
-        self._num_workers, self._options = num_workers, dict(options)
+        self._num_workers: int = settings["num_workers"]
         self._workers: DataLoader[Any] | None = None  # kept from pass to pass when the workers are persistent
         self._requests = _Requests()
         self._passes = 0
@@ -343,8 +322,14 @@ class Loader:
                     stacklevel=3,
                 )
 
-    def _batch(self, data: Any, local: LocalBatch, index: int) -> Batch:
-        return Batch(to_device(data, self.device), local.weight, len(local.indices), local.global_samples, index)
+    @property
+    def _pins(self) -> bool:
+        return self.device is not None and self.device.type == "cuda" and torch.cuda.is_available()
+
+    def _batch(self, data: Any, local: LocalBatch, index: int, *, is_pinned: bool = False) -> Batch:
+        data = pin_memory(data) if self._pins and not is_pinned else data
+        data = data if self.device is None else move_tensors(data, self.device)
+        return Batch(data, local.weight, len(local.indices), local.global_samples, index)
 
     def _slices(self, epoch: int, start: int) -> Iterator[Batch]:
         """Whole batches out of tensors in memory: the same values as sample by sample, without the loop."""
@@ -352,7 +337,7 @@ class Loader:
         for index in range(start, len(self)):
             local = self.shares.batch(epoch, index)
             data = self._tensors(local.indices)
-            yield self._batch(pin_memory(data) if self._pin_memory else data, local, index)
+            yield self._batch(data, local, index)
 
     def _fetches(self, epoch: int, start: int) -> Iterator[Batch]:
         asked: deque[LocalBatch] = deque()
@@ -375,8 +360,7 @@ class Loader:
                 )
             with self._explaining(epoch, index):
                 data = next(fetched)
-            pins = self._pin_memory and not self._num_workers
-            yield self._batch(pin_memory(data) if pins else data, asked.popleft(), index)
+            yield self._batch(data, asked.popleft(), index, is_pinned=self._num_workers > 0)
 
     @contextmanager
     def _explaining(self, epoch: int, index: int) -> Iterator[None]:
@@ -387,9 +371,9 @@ class Loader:
             where = f"rank {self.shares.rank}, epoch {epoch}, batch {index}"
             if self._num_workers and "timed out" in str(error):
                 raise LoaderTimeoutError(
-                    f"no batch came from the {self._num_workers} loader workers within {self._options['timeout']} s "
-                    f"({where}): a sample takes too long or a worker is stuck. Give loader(timeout_s=...) more time, "
-                    f"or num_workers=0 to see where it waits."
+                    f"no batch came from the {self._num_workers} loader workers within {self._timeout_s} s "
+                    f"({where}): a sample takes too long or a worker is stuck. Give it more time by "
+                    f"PHOTINUS_TIMEOUT_S or DataLoader(timeout=...), or num_workers=0 to see where it waits."
                 ) from error
             if self._num_workers and ("shared memory" in str(error) or getattr(error, "errno", None) == errno.ENOSPC):
                 disk = shutil.disk_usage(_SHARED_MEMORY)
@@ -404,9 +388,10 @@ class Loader:
     def _data_loader(self) -> DataLoader[Any]:
         if self._workers is not None:
             return self._workers
-        options = dict(self._options)
+        options = dict(self.of_workers)
         if self._num_workers:
-            options["worker_init_fn"] = WorkerStart(options["worker_init_fn"])
+            options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+            options["timeout"] = self._timeout_s
         data_loader: DataLoader[Any] = DataLoader(
             self._fetch,  # type: ignore[arg-type]
             batch_size=None,  # a request is already a batch
@@ -414,14 +399,36 @@ class Loader:
             collate_fn=identity,
             num_workers=self._num_workers,
             # torch's own pinning fails for tensors that lie on a GPU; in this process ours does it.
-            pin_memory=self._pin_memory and self._num_workers > 0,
+            pin_memory=self._pins and self._num_workers > 0,
             # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
             generator=torch.Generator(device="cpu").manual_seed(self.seed),
-            **options,
+            **options if self._num_workers else {},
         )
-        if options.get("persistent_workers"):
+        if self._num_workers and options.get("persistent_workers"):
             self._workers = data_loader
         return data_loader
+
+
+def train_batches(
+    train_set: Dataset[Any] | DataLoader[Any] | Loader,
+    batch_size: int | None,
+    place: tuple[int, int],
+    device: torch.device,
+) -> Loader:
+    """The batches that the rank at a place trains on, on its device: of a data set, or of a loader of this place."""
+    if not isinstance(train_set, Loader):
+        return loader(train_set, batch_size=batch_size, device=device, place=place)
+    shares = train_set.shares
+    if not isinstance(shares, GlobalBatches):
+        raise ValueError("train_set is a photinus.loader(..., train=False): leave train=False out")
+    if batch_size not in (None, train_set.batch_size):
+        raise ValueError(f"batch_size={batch_size}, but train_set is a loader with batch_size={train_set.batch_size}")
+    if (shares.rank, shares.world_size) != place:
+        found = f"rank {shares.rank} of {shares.world_size}, but this is rank {place[0]} of {place[1]}"
+        raise ValueError(f"train_set is a photinus.loader of {found}: make it after photinus.init(), without place=...")
+    if train_set.device is None:
+        train_set.device = device
+    return train_set
 
 
 def note_place(text: str) -> None:
@@ -434,16 +441,10 @@ def note_place(text: str) -> None:
 class _Requests:
     """The sampler that a DataLoader reads: whatever plan the present pass has put here."""
 
-    def __init__(self) -> None:
-        self.plan: Iterator[Request] = iter(())
+    plan: Iterator[Request]
 
     def __iter__(self) -> Iterator[Request]:
         return self.plan
-
-
-def to_device(data: Any, device: torch.device | None) -> Any:
-    """Brings the tensors of `data` to `device` (None: leaves them where they are); see `move_tensors`."""
-    return data if device is None else move_tensors(data, device)
 
 
 def pin_memory(data: Any) -> Any:

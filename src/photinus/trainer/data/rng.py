@@ -33,6 +33,9 @@ _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have
 _last_mark = (b"", b"")  # of numpy: that struct, when no second normal lay in reserve elsewhere, and its state
 
 
+session_seed = 0  # of the orders of samples, where nothing else says one; set by `photinus.init(seed=...)`
+
+
 def derive_seed(*parts: int | str) -> int:
     """A seed (0 <= seed < 2**63) that depends on all of `parts` and on nothing else: SHA-256 of their text.
 

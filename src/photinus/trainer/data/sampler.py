@@ -103,15 +103,7 @@ class GlobalBatches:
         return self._full + (0 if self.drop_last or not self._rest else 1)
 
     def batch(self, epoch: int, index: int) -> LocalBatch:
-        """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...).
-
-        Raises:
-            TypeError, ValueError: not whole numbers, or below 0.
-            IndexError: the epoch has no such batch.
-        """
-        epoch, index = whole_number("epoch", epoch), whole_number("index", index)
-        if index >= len(self):
-            raise IndexError(f"an epoch has {len(self)} batches, 0 to {len(self) - 1}: there is no batch {index}")
+        """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...)."""
         begin = index * self.batch_size
         size = min(self.batch_size, self.samples - begin)
         first, end = _part(size, self.rank, self.world_size)
@@ -144,7 +136,7 @@ class ShardedOnce:
         TypeError, ValueError: not whole numbers, too small, or not a place.
     """
 
-    shuffle = False
+    shuffle = drop_last = False
 
     def __init__(self, samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = place(rank, world_size)
@@ -157,15 +149,8 @@ class ShardedOnce:
         return -(-len(self.indices) // self._share)
 
     def batch(self, epoch: int, index: int) -> LocalBatch:
-        """This rank's batch `index` (0 <= index < len), the same in every epoch.
-
-        Raises:
-            TypeError, ValueError: not a whole number, or below 0.
-            IndexError: this rank has no such batch.
-        """
-        index, share = whole_number("index", index), self._share
-        if index >= len(self):
-            raise IndexError(f"rank {self.rank} has {len(self)} batches: there is no batch {index}")
+        """This rank's batch `index` (0 <= index < len), the same in every epoch."""
+        share = self._share
         indices = list(self.indices[index * share : (index + 1) * share])
         base, extra = divmod(self.samples, self.world_size)
         longer, shorter = (min(max(size - index * share, 0), share) for size in (base + 1, base))

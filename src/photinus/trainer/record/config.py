@@ -24,24 +24,12 @@ from ... import env
 from ...runlog.files import plain_file, write_atomically
 from ...runlog.run import CONFIG
 from ...words import mask, mask_words
+from ..session.replicas import plain
 from ..session.session import Session
 
 _PREFIXES = (
-    "CUBLAS_",
-    "CUDA_",
-    "GLOO_",
-    "HIP_",
-    "KMP_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "OPENBLAS_",
-    "PHOTINUS_",
-    "PYTHONHASHSEED",
-    "PYTHONPATH",
-    "PYTORCH_",
-    "ROCR_",
-    "TORCH_",
+    *("CUBLAS_", "CUDA_", "GLOO_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PHOTINUS_", "PYTHONHASHSEED"),
+    *("PYTHONPATH", "PYTORCH_", "ROCR_", "TORCH_"),
 )
 _OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.STATUS_FILE)
 
@@ -83,7 +71,7 @@ def save_config(
         go_on: keep the starts that are listed already.
     """
     earlier = read_config(folder).get("starts", []) if go_on else []
-    content = {"options": _plain(options), "user": mask(_plain(user)), "starts": [*earlier, start]}
+    content = {"options": plain(options, str), "user": mask(plain(user, str)), "starts": [*earlier, start]}
     path = folder / CONFIG
     mode = path.stat().st_mode & 0o777 if path.is_file() else 0o600  # a group that shares the folder changes it once
     write_atomically(path, json.dumps(content, indent=2) + "\n", mode=mode)
@@ -170,21 +158,19 @@ def _versions() -> dict[str, str | None]:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the script's repository; None where there is no repository or no git."""
-    commit = _ask_git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _ask_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "changed": None if changes is None else bool(changes)}
+    """The commit of the script's repository; None where there is no repository, no commit or no git, or it hangs."""
 
-
-def _ask_git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints in a folder; None without git, repository or commit, or where it takes too long."""
-    command = ["git", "-C", str(folder), *arguments]
-    try:
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
+    try:
+        state: dict[str, Any] = {"commit": ask("rev-parse", "HEAD"), "changed": None}
     except (OSError, subprocess.SubprocessError):
         return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        state["changed"] = bool(ask("status", "--porcelain", "--untracked-files=no"))
+    return state
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
@@ -217,14 +203,3 @@ def _first_value(path: str, name: str) -> str:
         found = (line.partition(":") for line in file)
         return next((value.strip() for key, colon, value in found if colon and key.strip() == name), "")
     return ""
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON can carry it; what it cannot is written as its text."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
-    return str(value)

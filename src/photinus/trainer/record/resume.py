@@ -1,4 +1,4 @@
-"""Where a run goes on: which checkpoint it starts from, and whether that checkpoint fits the run.
+"""Where a run goes on: in which folder, and from which checkpoint.
 
 Decided by rank 0 in one place. `resume` means, for the run's folder `out`:
 
@@ -29,17 +29,10 @@ from ...runlog.files import plain_file
 from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
 from .config import read_config
-from .run_folder import PICTURE
-from .settings import show
+from .curves import PICTURE
 from .tensorboard import FOLDER as TENSORBOARD
 
 _OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
-
-
-# The options that a checkpoint holds, by what follows where one is another now (those of optimizers: see `settings`).
-_REFUSED_INSIDE_AN_EPOCH = ("batch_size", "seed", "samples", "shuffle")  # its rest would repeat or skip samples
-_NEW_HOLDS = ("drop_last", "strategy", "sync_batch_norm", "precision", "accumulate", "clip_norm", "scheduler_every")
-RUN_SPEC = (*_REFUSED_INSIDE_AN_EPOCH, *_NEW_HOLDS, "epochs", "steps")
 
 
 @dataclass(frozen=True)
@@ -111,30 +104,6 @@ def folder_of_this_job(out: Path, options: Mapping[str, Any], number: int) -> li
 
 def _has_checkpoint(out: Path) -> bool:
     return bool(CheckpointFolder(out / CHECKPOINTS)._paths())
-
-
-def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: int, steps_per_epoch: int) -> list[str]:
-    """Compares a run's options at the checkpoint with those now; returns `name=now (was then)` of each that changed.
-
-    Args:
-        samples_done: samples of the running epoch that the checkpoint has seen, 0 between epochs.
-
-    Raises:
-        ValueError: inside an epoch, and the rest of it could not be the same.
-    """
-    both = [name for name in RUN_SPEC[:-2] if name in saved and name in now]
-    changed = [name for name in both if saved[name] != now[name]]
-    batches, rest = divmod(samples_done, now["batch_size"])
-    for name in changed if samples_done else ():
-        repeats = name in _REFUSED_INSIDE_AN_EPOCH and (name != "batch_size" or rest)
-        if repeats or (name in ("batch_size", "drop_last") and batches >= steps_per_epoch):
-            raise ValueError(
-                f"cannot go on inside an epoch: {name} was {saved[name]} when the checkpoint was saved and is "
-                f"{now[name]} now, and {samples_done} samples of the epoch are done, so its rest would "
-                f"{'repeat or skip samples' if repeats else 'have no batch'}. Set it back to {saved[name]}, resume "
-                f'from a checkpoint at the end of an epoch, or start over with resume="never".'
-            )
-    return [f"{name}={show(now[name])} (was {show(saved[name])})" for name in changed]
 
 
 def _is_to_be_continued(out: Path, resume: object) -> bool:

@@ -10,6 +10,7 @@ disk, and rank 0 alone writes. What it costs is thirteen float64 values per rank
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -97,13 +98,13 @@ class RunNumbers:
         self._steps.pop()
 
     def exchange(
-        self, position: Position, folder: RunFolder | None, wishes: Sequence[bool], *, epoch: int, saves: bool
+        self, position: Position, folder: RunFolder, wishes: Sequence[bool], *, epoch: int, saves: bool
     ) -> list[bool]:
         """Brings the losses and times of all ranks together, and writes them on rank 0.
 
         Args:
             position: takes the losses.
-            folder: on rank 0, to write to, if anything is to be written.
+            folder: to write to.
             wishes: of this rank.
             saves: whether a checkpoint follows; equal on all ranks.
 
@@ -115,7 +116,7 @@ class RunNumbers:
             ValueError, ModelMismatchError: the ranks no longer train the same; see Replicas.
         """
         steps, samples = len(self._steps), sum(each.batch.global_samples for each in self._steps)
-        file_error = folder.error if folder is not None else None
+        file_error = folder.error
         times, digests = self._times.mine(), self._replicas.mine(saves=saves)
         sent = [float(file_error is not None), *map(float, wishes), *times, *digests]
         losses, (file_errors, *rest) = self._sum_over_ranks(sent)
@@ -131,9 +132,8 @@ class RunNumbers:
             if self._session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
                 position.told_not_finite = True
                 warnings.warn(f"the loss is {step_loss.loss} at step {step_loss.step}", stacklevel=3)
-                if folder is not None:
-                    folder.tell("warning", step_loss.step, text=f"the loss is {step_loss.loss}")
-        if folder is not None and losses:
+                folder.tell("warning", step_loss.step, text=f"the loss is {step_loss.loss}")
+        if losses:
             folder.append_losses(losses, position.start)
         self.write_times(position, folder, epoch=epoch)
         return wished
@@ -166,9 +166,9 @@ class RunNumbers:
         self._steps = []
         return losses, vector[2 * n :]
 
-    def write_times(self, position: Position, folder: RunFolder | None, *, epoch: int, at_once: bool = False) -> None:
+    def write_times(self, position: Position, folder: RunFolder, *, epoch: int, at_once: bool = False) -> None:
         """Where the time of the last steps went, if it is time to write that; or `at_once`, because the run ends."""
-        if folder is not None:
+        if folder.writes:
             window = self._times.window(step=position.step, epoch=epoch, start=position.start, at_once=at_once)
             if window is not None:
                 folder.append_window(window)
@@ -290,17 +290,11 @@ def memory_bytes(device: torch.device) -> tuple[int, int, int, int]:
     Costs some 20 us; on a GPU it asks torch's allocator, and does not wait for the device. The peak counts from the
     process's beginning.
     """
-    resident = peak = 0
-    try:
-        with open("/proc/self/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"VmHWM:"):
-                    peak = int(line.split()[1]) * 1024
-                elif line.startswith(b"VmRSS:"):
-                    resident = int(line.split()[1]) * 1024
-                    break
-    except (OSError, ValueError, IndexError):
-        pass
+    found = {"VmHWM": 0, "VmRSS": 0}
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status", encoding="utf-8") as file:
+        lines = (line.replace(":", "").split() for line in file if line.startswith((*found,)))
+        found |= {name: int(kib) * 1024 for name, kib, _ in lines}
+    resident, peak = found["VmRSS"], found["VmHWM"]
     if device.type != "cuda":
         return resident, peak, 0, 0
     return resident, peak, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -49,7 +49,7 @@ class TensorBoard:
             rows = "\n".join(f"| {name} | {value} |" for name, value in options.items())
             self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
 
-    def add_losses(self, losses: Sequence[StepLoss]) -> None:
+    def add_losses(self, losses: Sequence[StepLoss], start: int) -> None:
         """The losses of some steps."""
         for each in losses:
             self._writer.add_scalar("loss/step", each.loss, each.step)
@@ -63,8 +63,9 @@ class TensorBoard:
             self._writer.add_scalar(f"memory_mib/rank_{rank}", window.memory["resident"][rank] / 2**20, window.step)
             self._writer.add_scalar(f"waiting_ms/rank_{rank}", window.phases["waiting"][rank] * 1e3, window.step)
 
-    def add_row(self, row: Row) -> None:
-        """A row of metrics.csv."""
+    def add_row(self, history: Sequence[Row]) -> None:
+        """The last row of metrics.csv."""
+        row = history[-1]
         step = int(row["step"])
         for name, value in row.items():
             if name == "loss":

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,36 +58,31 @@ def describe_replicas(models: Iterable[nn.Module], optimizers: Iterable[torch.op
     return found
 
 
-def plain(value: Any) -> Any:
-    """A hyperparameter as lists, dicts, numbers and text, which are compared and saved; of all else the class."""
+def plain(value: Any, other: Callable[[Any], str] = lambda value: type(value).__qualname__) -> Any:
+    """A value as lists, dicts, numbers and text, which are compared and saved; of all `other` things the class."""
     value = value.tolist() if hasattr(value, "tolist") else value  # tensors, and numpy's
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__
+        return {str(name): plain(item, other) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item, other) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else other(value)
 
 
 class Replicas:
     """Whether the ranks' models and optimizers are still alike. All ranks call its methods together.
 
     Args:
-        models: of those that are whole on each rank and exchange their gradients, parameters are compared.
-        compare_parameters: False where ranks differ on purpose for a while.
+        models: of those that are whole on each rank and exchange their gradients, parameters are compared; but for
+            those that were wrapped with check_ranks=False, where ranks differ on purpose for a while.
     """
 
     def __init__(
-        self,
-        session: Session,
-        models: Iterable[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        compare_parameters: bool,
+        self, session: Session, models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         self._session = session
         self._alone = session.world_size == 1
         models = [*models]
-        self._models = [unwrap_compiled(model) for model in models if compare_parameters and not self._alone]
+        self._models = [] if self._alone else [unwrap_compiled(model) for model in models]
         self._models = [model for model in self._models if _is_replicated(model, session.world_size)]
         self._optimizers = optimizers
         self._names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
@@ -175,6 +170,8 @@ class Replicas:
 
 def _is_replicated(model: nn.Module, world_size: int) -> bool:
     group = getattr(model, "process_group", None)
+    if not getattr(model, "check_ranks", True):
+        return False
     return strategy_of(model).replicates and (group is None or group.size() == world_size)
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -30,13 +31,15 @@ from ...job.own_address import interface_of, own_address, reaches_from
 from ...job.rendezvous import find_rendezvous
 from ...job.world import World, check_company
 from ...parallel.exchange.agreement import gather_per_rank
-from ..data.rng import seed_everything
+from ..data import rng
+from ..data.arguments import explains_unknown
 from . import preemption
 from .placement import agree_on_backend, check_gpus, choose_backend, choose_device, missing_on_gpus
 from .progress import say
 from .rank_store import open_given_store, open_store
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """This process's view of the job, from `photinus.init()`, which creates it, until its end.
 
@@ -47,33 +50,35 @@ class Session:
         local_world_size: number of the job's processes on this host.
         device: device on which this process computes.
         backend: name of the torch.distributed backend in use.
-        host: name of this host.
         hosts: host name of each rank, by rank.
         launcher: name of the launcher; "none" for a plain `python script.py`.
         seed: seed of the random generators, or None.
+        suspends: whether loops with `out` save and exit on SIGTERM and SIGUSR1.
         aside_s: seconds of work beside training (validation), not counted in the throughput.
         loops: number of loops created so far.
     """
 
-    def __init__(
-        self, place: World, device: torch.device, backend: str, *, hosts: tuple[str, ...], seed: int | None, owned: bool
-    ) -> None:
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.local_rank = place.local_rank
-        self.local_world_size = place.local_world_size
-        self.device = device
-        self.backend = backend
-        self.hosts = hosts
-        self.host = hosts[place.rank]
-        self.launcher = place.launcher
-        self.seed = seed
-        self.aside_s = 0.0
-        self.loops = 0
-        self._owned = owned
-        self._open = True
-        self._outer: Session | None = None
-        self._at_end: list[Callable[[BaseException | None], None]] = []
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    hosts: tuple[str, ...]
+    launcher: str
+    seed: int | None
+    suspends: bool
+    _owned: bool
+    aside_s: float = 0.0
+    loops: int = 0
+    _open: bool = True
+    _outer: Session | None = None
+    _at_end: list[Callable[[BaseException | None], None]] = field(default_factory=list)
+
+    @property
+    def host(self) -> str:
+        """Return the name of this host."""
+        return self.hosts[self.rank]
 
     @property
     def is_main(self) -> bool:
@@ -115,6 +120,7 @@ class Session:
         self._tell_end(None)
         if _current is self:
             _current = self._outer
+            rng.session_seed = (_current and _current.seed) or 0
         preemption.close()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
@@ -136,11 +142,13 @@ class Session:
 _current: Session | None = None
 
 
+@explains_unknown
 def init(
     backend: str = "auto",
     device: str | torch.device = "auto",
     seed: int | None = None,
     timeout_s: float | None = None,
+    suspend: bool = True,
 ) -> Session:
     """Join the ranks of the job and return this process's session, a context manager.
 
@@ -152,8 +160,12 @@ def init(
             stays open.
         device: "auto" (cuda:LOCAL_RANK if there is CUDA, else cpu), "cpu", "cuda" (cuda:LOCAL_RANK) or "cuda:i".
         seed: seeds the generators of Python, numpy and torch. The seed is the same on all ranks, so models and splits
-            of the data are equal; a Loop then gives each rank its own numbers. Default: the generators are not seeded.
+            of the data are equal; a Loop then gives each rank its own numbers. It is also the seed of the order of the
+            samples. Default: the generators are not seeded, and the order is that of seed 0.
         timeout_s: timeout of each collective in seconds. Default: PHOTINUS_TIMEOUT_S (300).
+        suspend: let a Loop or Trainer with `out` handle SIGTERM and SIGUSR1: after such a signal to any rank, all
+            ranks finish the same step, save, and exit (`photinus.Suspended`), to be resumed later. False leaves both
+            signals alone. `photinus.suspend_requested` handles them in any case. Default: True.
 
     Raises:
         DeviceError: there is no CUDA device but one was asked for; this host has more ranks than devices; or ranks
@@ -193,26 +205,24 @@ def init(
                 torch.cuda.set_device(chosen_device)
         if chosen_device.type == "cuda" and dist.get_world_size() > 1:
             check_gpus(chosen_device, chosen_backend)
+        hosts = tuple(member["host"] for member in members)
         session = Session(
-            place,
-            chosen_device,
-            chosen_backend,
-            hosts=tuple(member["host"] for member in members),
-            seed=seed,
-            owned=owned,
-        )
+            place.rank, place.world_size, place.local_rank, place.local_world_size, chosen_device, chosen_backend,
+            hosts, place.launcher, seed, suspends=suspend, _owned=owned,
+        )  # fmt: skip
     except BaseException:
         if owned:
             dist.destroy_process_group()
         raise
     if seed is not None:
-        seed_everything(seed)
+        rng.seed_everything(seed)
     session._outer, _current = _current, session
+    rng.session_seed = seed or 0
     if session.is_main:
         ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
-        hosts = len(set(session.hosts))
+        count = len(set(session.hosts))
         say(
-            f"photinus: {ranks} on {hosts} host{'s' if hosts > 1 else ''}, device {chosen_device.type} "
+            f"photinus: {ranks} on {count} host{'s' if count > 1 else ''}, device {chosen_device.type} "
             f"({device_reason}), backend {chosen_backend} ({backend_reason})"
         )
     return session

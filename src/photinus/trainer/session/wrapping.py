@@ -18,7 +18,7 @@ from .session import require_session
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-STRATEGY = "_photinus_strategy"  # attribute of a wrapped model: the name that was given
+WRAPPED = "_photinus_wrapped"  # attribute of a wrapped model: the strategy's name and sync_batch_norm, as given
 
 
 @overload
@@ -116,7 +116,7 @@ def wrap(
     for each in optimizers:
         assert not _foreign_parameters(wrapped, each), f"strategy {strategy!r} lost parameters of an optimizer"
         _move_state(each)
-    vars(wrapped)[STRATEGY] = strategy
+    vars(wrapped)[WRAPPED] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
     return (wrapped, *optimizers) if optimizers else wrapped
 
 
@@ -190,22 +190,22 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_schedulers(state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuses a scheduler over another optimizer, such as one made before: no learning rate here would ever change.
 
     Raises:
         ValueError: it sets the rates of none of these.
     """
-    over = getattr(scheduler, "optimizer", None)
-    if not isinstance(over, torch.optim.Optimizer):
-        return  # where it sets rates is not known
     known = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-    if not any(id(group) in known for group in over.param_groups):
-        raise ValueError(
-            f"the scheduler ({type(scheduler).__name__}) sets the learning rate of another {type(over).__name__} than "
-            f"the loop's optimizer, whose rate would stay as it is: make the scheduler anew, over this optimizer (or "
-            f"give the other one in state=...)"
-        )
+    for scheduler in state.values():
+        over = getattr(scheduler, "optimizer", None)
+        # Of a scheduler without an optimizer it is not known where it sets rates.
+        if isinstance(over, torch.optim.Optimizer) and not any(id(group) in known for group in over.param_groups):
+            raise ValueError(
+                f"the scheduler ({type(scheduler).__name__}) sets the learning rate of another {type(over).__name__} "
+                f"than the loop's optimizer, whose rate would stay as it is: make the scheduler anew, over this "
+                f"optimizer (or give the other one in state=...)"
+            )
 
 
 def _foreign_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

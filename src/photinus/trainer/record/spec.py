@@ -1,0 +1,158 @@
+"""What a run is, in one value: recorded in config.json, saved with each checkpoint, compared when a run is resumed.
+
+Saving and Reporting are what users choose of it as values of their own, which refuse what is wrong where they are made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+from ...parallel.exchange.agreement import JSON
+from ..checkpoint.position import Length
+from ..data.arguments import check_all, refuse_if, whole_number
+from .config import user_options
+from .settings import show
+
+_ORDER = ("batch_size", "seed", "samples", "shuffle")  # of these the rest of an epoch follows: another repeats or skips
+
+
+@dataclass(frozen=True)
+class Saving:
+    """When a run with `out` saves, and which checkpoints it keeps: `save=photinus.Saving(best="accuracy")`.
+
+    The end of a run is always saved.
+
+    Args:
+        every_steps: also save every N steps. Default: when the last checkpoint is ten minutes old (older, if a save
+            takes longer than 12 s: 2 % of the time at most), so that a kill costs no more than that.
+        every_epochs: save at the end of every Nth epoch. Default: 1.
+        keep_last: number of the newest checkpoints to keep. Default: 2.
+        best: name of a logged metric; the checkpoint of the row where it was highest (with "-" before the name:
+            lowest) stays too. Each row gets a checkpoint then (where gradients add up, after the next step).
+
+    Raises:
+        TypeError, ValueError: a number is not whole, or below 1; `best` is not a name.
+    """
+
+    every_steps: int | None = None
+    every_epochs: int = 1
+    keep_last: int = 2
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        metric = f'best={self.best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"'
+        is_name = self.best is None or (isinstance(self.best, str) and self.best.removeprefix("-"))
+        numbers = {"every_epochs": self.every_epochs, "keep_last": self.keep_last}
+        numbers |= {} if self.every_steps is None else {"every_steps": self.every_steps}
+        check_all(
+            *(partial(whole_number, name, value, least=1) for name, value in numbers.items()),
+            partial(refuse_if, not is_name, TypeError(metric)),
+        )
+        for name, value in numbers.items():  # numpy's numbers are not JSON's
+            object.__setattr__(self, name, int(value))
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What rank 0 shows of a run: `report=photinus.Reporting(tensorboard=True)`. The files in `out` are always written.
+
+    Args:
+        progress: show a progress bar, and a line per epoch. Default: True.
+        curves: draw `curves.png` in `out` at the end. Default: True.
+        tensorboard: also write event files for TensorBoard, in `tensorboard/` of `out`. Default: False.
+
+    Raises:
+        TypeError: one is neither True nor False.
+    """
+
+    progress: bool = True
+    curves: bool = True
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            refuse_if(not isinstance(value, bool), TypeError(f"{each.name} needs True or False, not {value!r}"))
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "out": ((str, os.PathLike), "the path of the run's folder, or None"),
+    "resume": ((str, os.PathLike), '"auto", "never", or the path of a checkpoint or of a run\'s folder'),
+    "state": (Mapping, "a dict: objects to save, by name"),
+    "save": (Saving, "a photinus.Saving, such as photinus.Saving(every_steps=500)"),
+    "report": (Reporting, "a photinus.Reporting, such as photinus.Reporting(progress=False)"),
+}
+
+
+def check_options(**options: Any) -> None:
+    """Refuses options of a Loop that cannot be right, all at once, and before model and data set are looked at."""
+    every, report = options["validate_every_steps"], options["report"]
+    needs = {name: f"{name}={options[name]!r}: needs {text}" for name, (_, text) in _KINDS.items()}
+    wrong = [name for name, (kind, _) in _KINDS.items() if not isinstance(options[name], (kind, type(None)))]
+    folder = "tensorboard=True writes event files into the run's folder: give out=..., too"
+    check_all(
+        partial(Length, options["epochs"], options["steps"]),
+        partial(whole_number, "validate_every_steps", 1 if every is None else every, least=1),
+        *(partial(refuse_if, True, TypeError(needs[name])) for name in wrong),
+        partial(refuse_if, getattr(report, "tensorboard", False) and options["out"] is None, ValueError(folder)),
+        partial(user_options, options["config"]),
+    )
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What decides a run beside model, optimizer and data; equal on all ranks.
+
+    Attributes:
+        batch_size, seed, samples, shuffle, drop_last: which samples each step has.
+        length: after which the run ends.
+        validate_every_steps: None for the end of each epoch.
+        saving: when it saves.
+        training: how a step is made: the options of `wrap`, and those of the Trainer.
+    """
+
+    batch_size: int
+    seed: int
+    samples: int
+    shuffle: bool
+    drop_last: bool
+    length: Length
+    validate_every_steps: int | None
+    saving: Saving
+    training: Mapping[str, JSON]
+
+    def to_dict(self) -> dict[str, JSON]:
+        """All of it by flat names, as JSON carries it."""
+        order: dict[str, JSON] = {name: getattr(self, name) for name in (*_ORDER, "drop_last")}
+        saving = {f"save_{name}": value for name, value in asdict(self.saving).items()}
+        every: dict[str, JSON] = {"validate_every_steps": self.validate_every_steps}
+        return {**order, **asdict(self.length), **self.training, **every, **saving}
+
+    def changes_since(self, saved: Mapping[str, Any], samples_done: int, steps_per_epoch: int) -> list[str]:
+        """Compares with the run that saved a checkpoint; returns `name=now (was then)` of each option that changed.
+
+        Args:
+            saved: what `to_dict` of that run was.
+            samples_done: samples of the running epoch that the checkpoint has seen, 0 between epochs.
+
+        Raises:
+            ValueError: inside an epoch, and the rest of it could not be the same.
+        """
+        now = self.to_dict()
+        both = [name for name in (*_ORDER, "drop_last", *self.training) if name in saved]
+        changed = [name for name in both if saved[name] != now[name]]
+        batches, rest = divmod(samples_done, self.batch_size)
+        for name in changed if samples_done else ():
+            repeats = name in _ORDER and (name != "batch_size" or rest)
+            if repeats or (name in ("batch_size", "drop_last") and batches >= steps_per_epoch):
+                raise ValueError(
+                    f"cannot go on inside an epoch: {name} was {saved[name]} when the checkpoint was saved and is "
+                    f"{now[name]} now, and {samples_done} samples of the epoch are done, so its rest would "
+                    f"{'repeat or skip samples' if repeats else 'have no batch'}. Set it back to {saved[name]}, resume "
+                    f'from a checkpoint at the end of an epoch, or start over with resume="never".'
+                )
+        return [f"{name}={show(now[name])} (was {show(saved[name])})" for name in changed]
