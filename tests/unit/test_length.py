@@ -53,15 +53,7 @@ def test_more_steps_go_on_inside_the_epoch_as_if_there_had_been_no_end(tmp_path:
         with photinus.init("gloo", "cpu", seed=0):
             model = torch.nn.Linear(1, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-            loop = photinus.Loop(
-                model,
-                optimizer,
-                Numbered(48),
-                batch_size=8,
-                steps=steps,
-                out=out,
-                report=QUIET,
-            )
+            loop = photinus.Loop(model, optimizer, Numbered(48), batch_size=8, steps=steps, out=out, report=QUIET)
             for batch in loop:
                 seen.append(batch.tolist())
                 loop.backward(model(batch.float()[:, None]).square().mean())

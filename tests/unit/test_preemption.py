@@ -69,15 +69,7 @@ def test_a_loop_waits_for_the_optimizer_before_it_saves(tmp_path):
 
     with photinus.init("gloo", "cpu", seed=1):
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        loop = photinus.Loop(
-            plain,
-            optimizer,
-            points(48),
-            batch_size=8,
-            epochs=1,
-            out=tmp_path,
-            report=QUIET,
-        )
+        loop = photinus.Loop(plain, optimizer, points(48), batch_size=8, epochs=1, out=tmp_path, report=QUIET)
         with pytest.raises(preemption.Suspended, match="step 3, saved in "):
             run()
 

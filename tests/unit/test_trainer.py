@@ -166,13 +166,7 @@ def test_a_rows_learning_rate_is_that_of_its_last_step(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     trainer = photinus.Trainer(
-        model,
-        optimizer,
-        torch.nn.functional.cross_entropy,
-        epochs=3,
-        batch_size=8,
-        scheduler=scheduler,
-        report=LINES,
+        model, optimizer, torch.nn.functional.cross_entropy, epochs=3, batch_size=8, scheduler=scheduler, report=LINES
     )
     assert [row["learning_rate"] for row in trainer.fit(points()).history] == [0.1, 0.05, 0.025]
 
