@@ -131,7 +131,9 @@ class Loop:
         self._optimizer = optimizer
         save = Saving() if save is None else save
         report = Reporting() if report is None else report
+        # Nothing is exchanged or written yet: an error of one rank becomes one of all, and leaves no half-made run.
         with together("setting up the loop"):
+            # They need neither model nor data, and all that is wrong with them is told at once.
             check_options(
                 epochs=epochs, steps=steps, out=out, resume=resume, state=state, save=save, report=report,
                 config=config, validate_every_steps=validate_every_steps,
@@ -153,6 +155,7 @@ class Loop:
             order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
             every = None if validate_every_steps is None else int(validate_every_steps)  # numpy's are not JSON's
             self._spec = spec = RunSpec(*order, Length(epochs, steps), every, save, training)
+        # A rank with other options would train on in silence. Here the error has both values.
         alike: dict[str, JSON] = {**spec.to_dict(), "resume": str(resume), "out": str(out)}
         alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
@@ -161,9 +164,11 @@ class Loop:
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
         self._saves = Saves(session, model, optimizer, others, spec)
+        # What cannot be saved is an error now, and not when the first epoch is done.
         if out is not None:
             with together("looking at what to save"):
                 self._saves.check()
+        # Last, because it locks the folder and moves away what lies there: all that can be wrong was looked at before.
         least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
         self._folder = RunFolder(session, out, resume, spec, user_options(config), report, least_bytes)
         self.out = self._folder.path
@@ -177,6 +182,7 @@ class Loop:
         self.checkpoint: Path | None = None
         self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
         self.steps_per_epoch = len(self._loader)
+        # Ranks that do not see rank 0's disk have a copy for the time of the block, so they load inside it.
         with self._folder.starting_point() as checkpoint:
             if checkpoint is not None:
                 self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
@@ -276,6 +282,7 @@ class Loop:
         """
         weight = self.weight * share
         self.record(loss, share=share)
+        # Without a weight the bits are those of a script for one process.
         weighted = loss if weight == 1.0 else loss * weight
         self._clock.backward_began()
         (weighted if scaler is None else scaler.scale(weighted)).backward()
@@ -404,6 +411,7 @@ class Loop:
                     self._numbers.begin_step(position.step + 1, self.epoch, batch)
                     self._backwards.body_began(position.step + 1)
                     yield batch.data
+                    # The caller asks for the next batch: only now the body is done and counts, not if it was left.
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None
                     alone = self._backwards.body_ended()
@@ -414,6 +422,7 @@ class Loop:
                     self._suspending = self._suspending or watch.requested(position.step)
                     self._save_wanted |= self._suspending
                     self._after_body(batch, row_ended=row_ended, epoch_ended=epoch_ended)
+                    # In its last step a run finishes instead: there would be nothing left to resume.
                     if self._suspending and self._saved_step == position.step and not self.finished:
                         self._leave_suspended()
                     if self._spec.length.reached(position):
@@ -457,6 +466,7 @@ class Loop:
         saving = self._spec.saving
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
+        # First the numbers: a checkpoint relies on all rows up to it, and asks whether a rank has gradients to keep.
         if row_ended or epoch_ended or self._save_wanted or self._numbers.due:
             self._exchange(epoch_ended)
         self._progress.step(batch.global_samples, position.newest)
@@ -466,11 +476,13 @@ class Loop:
             if position.batches_done == self.steps_per_epoch:
                 position.end_epoch()
             self._save_wanted |= self.finished or position.epochs_done % saving.every_epochs == 0
+        # Gradients that add up are no part of a checkpoint. At the run's end no step will come that it could wait for.
         if self._save_wanted and (not self._waits_for_step or self.finished):
             self._clock.other_ended()
             began = time.perf_counter()
             self._save()
             took_s = time.perf_counter() - began
+            # A save is no training: it would show as slow steps, and cost a rank the blame for them.
             position.leave_out(took_s)
             self._saved_s, self._save_pause_s = time.monotonic(), max(_SAVE_AFTER_S, took_s / _MOST_COST)
             self._clock.skip()
@@ -492,6 +504,7 @@ class Loop:
         """Brings the numbers of all ranks together, and agrees on stopping and on waiting with a checkpoint."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
+        # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
         wishes = self._stop_wanted, saves and self._has_to_wait(), due

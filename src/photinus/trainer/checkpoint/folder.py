@@ -77,6 +77,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} holds step {self._manifest.step}: it was renamed, or mixed from two")
         self.step, self.serial, self.metric = self._manifest.step, self._manifest.serial, self._manifest.metric
         self.description: dict[str, Any] = self._manifest.description
+        # Before anybody relies on it: torch.load takes flipped bits for weights, without a word.
         self._verified: list[tuple[int, ...]] = []
         self.verify()
 
@@ -111,6 +112,7 @@ class Checkpoint:
         unknown = [entry for entry in only or () if entry not in self._manifest.files]
         if unknown:
             raise CheckpointError(f"{self.path} has no entry {unknown[0]!r}; it has {', '.join(self.entries)}")
+        # To read all again at each load would double its time. A changed file has other times or another inode.
         if self._fingerprints() != self._verified:  # touched since
             self.verify()
         state = {}
@@ -182,6 +184,7 @@ class CheckpointFolder:
         """
         step = whole_number("step", step)
         metric = None if metric is None or math.isnan(metric) else float(metric)
+        # As it will be read: tuples become lists here, and what is no JSON fails here.
         described = json.loads(json.dumps(dict(description)))  # raises before anything is written
         if metric is not None and self._metric_name is not None:
             described[_METRIC_NAME] = self._metric_name
@@ -191,6 +194,7 @@ class CheckpointFolder:
                 f"entry {wrong[0]!r} cannot name a file: use letters, digits, '_', '.' and '-'" if wrong else "no state"
             )
             raise ValueError(f"cannot save step {step}: {told}")
+        # Only rank 0 is here: it would wait for parts that no other rank sends.
         for entry, value in state.items():
             require_whole(value, entry)
         plain = {entry: PlainState(state_of(value), entry) for entry, value in state.items()}
@@ -198,9 +202,11 @@ class CheckpointFolder:
         try:
             with explain_no_space(self.folder, needed_bytes):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                # What a killed process has left may be the space that is lacking.
                 self.remove_debris()
                 with lock_folder(self.folder):
                     path = self._write(step, plain, needed_bytes, described, metric)
+                    # Never before: until the new one is complete, the old ones are all that there is.
                     self._delete_old()
         except OSError as error:
             raise CheckpointError(
@@ -245,11 +251,13 @@ class CheckpointFolder:
                     torch.save(part.value, file)  # type: ignore[arg-type]
                 files[entry] = FileRecord(file.digest.bytes, file.digest.hexdigest())
             serial = 1 + max((manifest.serial for _, manifest in self._readable()), default=0)
+            # Last: a folder without a manifest is no checkpoint, so nothing half-written is taken for one.
             write_manifest(unfinished, Manifest(step, serial, files, description, metric))
             sync_folder(unfinished)
         return path
 
     def _free_path(self, step: int) -> Path:
+        # A step that is saved again (after a resume) gets another name: the older one stays until this is complete.
         path, again = self.folder / f"step-{step:08d}", 1
         while path.exists():
             again += 1
@@ -263,6 +271,7 @@ class CheckpointFolder:
             with contextlib.suppress(CheckpointError):  # a damaged one does not count; newest() reports it
                 check_files(path, manifest, digests=False)
                 complete.append((path, manifest))
+        # Two of one step are one place of the training, and must not push an older place out.
         by_step: dict[int, tuple[Path, Manifest]] = {}
         for path, manifest in sorted(complete, key=lambda found: -found[1].serial):
             by_step.setdefault(manifest.step, (path, manifest))  # of those saved twice at one step the later
@@ -312,6 +321,7 @@ class CheckpointFolder:
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
+            # Said only when another is used in its place; else the error below says it.
             for reason in refused:
                 warnings.warn(
                     f"a checkpoint was passed over, {found.path} is used instead: {reason}", RuntimeWarning, 3
@@ -371,6 +381,7 @@ def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Iterator[Checkpoint
         chosen.append(choose())
         return str(chosen[0].path.absolute()) if chosen[0] is not None else None
 
+    # Rank 0 chooses for all: a network disk may show a new folder to some ranks later than to others.
     name = from_rank_0(path_on_rank_0, "choosing a checkpoint", is_long=True)
     if name is None:
         yield None
@@ -407,6 +418,7 @@ def seen_by_all(path: Path, digest: str) -> Iterator[Path]:
         digest: of what this rank finds there; "" for nothing.
     """
     digests, rank = gather_per_rank(digest), place_in_group()[0]
+    # By content, not by path: each host may have another run of the same name on its own disk.
     lacking = [other for other, found in enumerate(digests) if found != digests[0]]
     if not lacking:
         yield path
@@ -428,11 +440,13 @@ def seen_by_all(path: Path, digest: str) -> Iterator[Path]:
                 place = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="photinus-")), path.name)
                 for name, size in files:
                     (place / name).parent.mkdir(exist_ok=True)
+                    # Room for all before the first byte is sent: a full disk is then an error on all ranks.
                     with open(place / name, "wb") as file:
                         os.posix_fallocate(file.fileno(), 0, max(1, size))
                         file.truncate(size)
         for name, size in files:
             for start in range(0, size, _PIECE_BYTES):
+                # Through memory in pieces: the checkpoint may be larger than what a host has.
                 piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8, device="cpu")
                 if rank == 0:
                     with open(path / name, "rb") as read:

@@ -59,6 +59,7 @@ def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A wrong name is told before any value is looked at, and all of them at once.
         lines = []
         for name in [each for each in kwargs if each not in known and each[0] != "_"]:
             moved = _MOVED.get(name)
@@ -73,6 +74,7 @@ def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
 def check_all(*checks: Callable[[], Any]) -> None:
     """Makes all the checks, and raises their TypeErrors and ValueErrors as one, a line for each."""
+    # All in one: on a cluster each start that finds but one mistake costs minutes in a queue.
     errors: list[TypeError | ValueError] = []
     for check in checks:
         try:
@@ -93,6 +95,7 @@ def refuse_if(wrong: Any, error: Exception) -> None:
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float."""
+    # True is an int to Python, and 8.0 is none that could index: both are slips more often than meant.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} needs a whole number, not {value!r} ({type(value).__name__})")
     number = operator.index(value)
@@ -147,6 +150,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
             ranks or found again.
     """
     kind = type(data_loader)
+    # Only data set and settings are taken; what a subclass does while it iterates would be left out in silence.
     for verb in ("__iter__", "__len__", "_get_iterator"):
         if getattr(kind, verb) is not getattr(DataLoader, verb):
             raise TypeError(
@@ -158,6 +162,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
     replaces = isinstance(sampler, RandomSampler) and (
         sampler.replacement or sampler.num_samples != len(sampler.data_source)
     )
+    # Of these it is known which samples they choose, so that their order can be drawn here, for any number of ranks.
     known = type(sampler) in (SequentialSampler, RandomSampler, SubsetRandomSampler, DistributedSampler)
     source: Any = getattr(sampler, "dataset" if isinstance(sampler, DistributedSampler) else "data_source", dataset)
     sizes = [len(each) for each in (source, dataset) if isinstance(each, Sized)]
@@ -173,6 +178,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
             f"data set, as with torch.utils.data.Subset."
         )
     shuffle = type(sampler) is not SequentialSampler
+    # Its choice is part of the data set here; its order, drawn from torch's global generator, is not taken.
     if isinstance(sampler, SubsetRandomSampler):
         dataset = Subset(dataset, [int(index) for index in sampler.indices])
     if isinstance(sampler, DistributedSampler):
@@ -194,6 +200,7 @@ def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:
     None for everything else, subclasses of the two included, which may do more than index.
     """
     maps: list[Sequence[int]] = []
+    # Not isinstance: a subclass may do more in __getitem__ than to index, such as to augment.
     while type(dataset) is Subset:
         maps.append(dataset.indices)
         dataset = dataset.dataset

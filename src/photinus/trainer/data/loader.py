@@ -128,11 +128,13 @@ def loader(
     of_workers: Mapping[str, Any] = {}
     if isinstance(dataset, (DataLoader, Loader)):
         dataset, found, of_workers = _parts_of(dataset)
+        # What is given here counts, else what the DataLoader was given.
         settings = {name: found[name] if value is None else value for name, value in settings.items()}
         settings["shuffle"] = settings["shuffle"] if train else None
     check_dataset(dataset)
     if settings["batch_size"] is None:
         raise TypeError("batch_size is missing: the samples of one step over all ranks")
+    # Before a group is made, only the launcher knows; afterwards the group is right, whatever started it.
     if place is None:
         world = World.from_env()
         place = place_in_group() if dist.is_initialized() else (world.rank, world.world_size)
@@ -198,6 +200,7 @@ class Loader:
         self.samples = shares.samples
         self._timeout_s: float = of_workers.get("timeout") or env.TIMEOUT_S.get()
         collate_fn = settings["collate_fn"]
+        # A collate function may do anything with the items, so that they have to be made one by one.
         self._tensors = indexable(dataset) if collate_fn is None else None
         self._fetch = Fetch(dataset, collate_fn or torch_collate, seed)
         self._num_workers: int = settings["num_workers"]
@@ -217,6 +220,7 @@ class Loader:
         """Yield the data of the next epoch. Each call is a new epoch, even if the last one was not finished."""
         self._warn_of_the_first_epoch()
         epoch, start = self._next
+        # Counted here and not at the pass's end: one that is left early is over, too.
         self._next = (epoch + 1, 0)
         self._position = (epoch, start)
         return self._plain(epoch, start)
@@ -265,6 +269,7 @@ class Loader:
         """
         wanted, found = self._identity(), {name: state.get(name) for name in self._identity()}
         epoch, batch = whole_number("epoch", state["epoch"]), whole_number("batch", state["batch"])
+        # Between epochs anything may change; inside one, the rest would repeat or skip samples.
         if batch and wanted != found:
             names = [name for name in wanted if wanted[name] != found[name]]
             told = ", ".join(f"{name} was {found[name]} and is {wanted[name]}" for name in names)
@@ -301,6 +306,7 @@ class Loader:
             for batch in self.epoch(epoch, start):
                 done = batch.index + 1
                 self._position = (epoch, done)
+                # Equal parts have the weight 1.0, which nobody needs to use.
                 self._weight, self._weight_used, _running = batch.weight, batch.weight == 1.0, self
                 yield batch.data
                 self._warn_of_unused_weight()
@@ -350,6 +356,7 @@ class Loader:
 
         self._passes = this_pass = self._passes + 1
         self._requests.plan = requests()
+        # Workers start here, and read ahead: their requests have to be there before.
         with self._explaining(epoch, start):
             fetched = start_workers(self._data_loader())  # takes the plan
         for index in range(start, len(self)):
@@ -418,6 +425,7 @@ def train_batches(
     """The batches that the rank at a place trains on, on its device: of a data set, or of a loader of this place."""
     if not isinstance(train_set, Loader):
         return loader(train_set, batch_size=batch_size, device=device, place=place)
+    # Parts of a validation set differ in their number of batches: ranks would wait for each other for ever.
     shares = train_set.shares
     if not isinstance(shares, GlobalBatches):
         raise ValueError("train_set is a photinus.loader(..., train=False): leave train=False out")
@@ -426,6 +434,7 @@ def train_batches(
     if (shares.rank, shares.world_size) != place:
         found = f"rank {shares.rank} of {shares.world_size}, but this is rank {place[0]} of {place[1]}"
         raise ValueError(f"train_set is a photinus.loader of {found}: make it after photinus.init(), without place=...")
+    # A loader does not know the session's device where it was made before, or by hand.
     if train_set.device is None:
         train_set.device = device
     return train_set

@@ -78,6 +78,7 @@ class GlobalBatches:
         self.shuffle, self.drop_last = _flag("shuffle", shuffle), _flag("drop_last", drop_last)
         if self.samples == 0:
             raise ValueError("the dataset is empty (0 samples): is its path or split right?")
+        # A rank without a sample has no loss, and its backward would not take part in the exchange.
         if self.batch_size < self.world_size:
             raise ValueError(
                 f"batch_size={self.batch_size} is fewer samples than world_size={self.world_size} ranks, and each rank "
@@ -90,12 +91,14 @@ class GlobalBatches:
                 f"would be full; use at most {self.samples}."
             )
         self._full, self._rest = divmod(self.samples, self.batch_size)
+        # The same for the short batch at the end of an epoch.
         if not self.drop_last and 0 < self._rest < self.world_size:
             raise ValueError(
                 f"the last batch of each epoch would have {self._rest} samples ({self.samples} samples, "
                 f"batch_size={self.batch_size}), too few for world_size={self.world_size} ranks: use drop_last=True, "
                 f"or a batch_size that leaves 0 or at least {self.world_size} samples over."
             )
+        # Drawn once an epoch and kept: to draw it for each batch would take longer than many steps.
         self._known: tuple[int, torch.Tensor] | None = None  # the order of the epoch asked for last: 8 bytes a sample
 
     def __len__(self) -> int:
@@ -104,6 +107,7 @@ class GlobalBatches:
 
     def batch(self, epoch: int, index: int) -> LocalBatch:
         """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...)."""
+        # Contiguous parts, in the order of ranks: together they are the batch that one process would have.
         begin = index * self.batch_size
         size = min(self.batch_size, self.samples - begin)
         first, end = _part(size, self.rank, self.world_size)
@@ -115,6 +119,7 @@ class GlobalBatches:
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self._known is None or self._known[0] != epoch:
+            # Not torch's global one, which is the model's (dropout); nor a GPU's, which draws another order.
             generator = torch.Generator(device="cpu").manual_seed(derive_seed(self.seed, "order", epoch))
             order = torch.randperm(self.samples, generator=generator, dtype=torch.int64, device="cpu")
             self._known = (epoch, order)
@@ -152,6 +157,7 @@ class ShardedOnce:
         """This rank's batch `index` (0 <= index < len), the same in every epoch."""
         share = self._share
         indices = list(self.indices[index * share : (index + 1) * share])
+        # Samples of this step on all ranks, reckoned without asking them: ranks may have different numbers of batches.
         base, extra = divmod(self.samples, self.world_size)
         longer, shorter = (min(max(size - index * share, 0), share) for size in (base + 1, base))
         step_samples = extra * longer + (self.world_size - extra) * shorter
