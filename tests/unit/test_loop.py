@@ -453,6 +453,7 @@ def test_what_cannot_be_right_about_saving_is_told_at_once_where_it_is_written()
         (photinus.Loop, "scheduler", r'Instead, write state={"scheduler": scheduler}\.'),
         (photinus.Loop, "validate_every_step", r"Did you mean 'validate_every_steps'\?"),
         (photinus.Trainer, "seed", r"photinus\.Trainer has no option 'seed'\. Instead, give it to photinus\.init"),
+        (photinus.Trainer, "state", r"Instead, keep a photinus\.Loop of your own, which takes it\."),
         (photinus.loader, "prefetch_factor", r"photinus\.loader .* Instead, give it to torch's DataLoader, and that"),
         (photinus.evaluate, "collate_fn", r"photinus\.evaluate .* Instead, give it to photinus\.loader"),
         (photinus.init, "num_workers", r"photinus\.init has no option 'num_workers'"),

@@ -251,13 +251,12 @@ class Trainer:
             by_wrap = vars(unwrap_compiled(self._model)).get(WRAPPED)
             if by_wrap is None and not exchanges_gradients(self._model):
                 wrapped = wrap(*wrapped, strategy=self._strategy)
-            elif self._strategy not in (
-                "ddp",
-                found := by_wrap["strategy"] if by_wrap else strategy_of(self._model).name,
-            ):
-                raise ValueError(
-                    f"strategy={self._strategy!r}, but the model is wrapped already, with strategy={found!r}"
-                )
+            else:  # by the user, with options that have no place here
+                found = by_wrap["strategy"] if by_wrap else strategy_of(self._model).name
+                if self._strategy not in ("ddp", found):
+                    asked = f"strategy={self._strategy!r}"
+                    raise ValueError(f"{asked}, but the model is wrapped already, with strategy={found!r}")
+                self._strategy = found
             self._wrapped = (session, *wrapped)
         return self._wrapped[1:]
 

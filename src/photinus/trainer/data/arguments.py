@@ -45,6 +45,7 @@ _MOVED = {
     "save_every_epochs": "write save=photinus.Saving(every_epochs=...)",
     **dict.fromkeys(("keep_last", "best"), "write save=photinus.Saving({}=...)"),
     **dict.fromkeys(("progress", "curves", "tensorboard"), "write report=photinus.Reporting({}=...)"),
+    "state": "keep a photinus.Loop of your own, which takes it",
     "compare_parameters": "write photinus.wrap(..., check_ranks=False)",
     "sync_batch_norm": _TO_WRAP,
     "strategy_options": "wrap the model first: photinus.wrap(model, optimizer, strategy=..., **strategy_options)",

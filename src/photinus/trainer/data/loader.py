@@ -109,7 +109,7 @@ def loader(
         drop_last: leave out the last, short batch of an epoch. Default: True.
         seed: seed of the order, and of Python's, numpy's and torch's generators in __getitem__ and the collate
             function. Each sample has a seed from (seed, epoch, sample); __getitems__ and collate functions have one per
-            batch. Default: the seed of `photinus.init`, else 0.
+            batch. Default: that of the `photinus.init` before, else 0.
         collate_fn: function that makes a batch of a list of samples. Default: torch's default_collate.
         num_workers: number of processes that load data, per rank. Default: 0. A TensorDataset (or a Subset of one) is
             indexed in this process, which is faster, unless there is a collate function.
