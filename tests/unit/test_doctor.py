@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,9 +15,10 @@ from photinus.cli.main import main
 from photinus.tools.doctor import examine, finding, host, software
 from photinus.tools.doctor.finding import Finding, report
 from photinus.tools.doctor.host import look_at_host
+from photinus.tools.doctor.plan import Plan
 from photinus.tools.doctor.software import ask_child
 
-TORCH = {
+TORCH: dict[str, Any] = {
     "version": "2.13.0",
     "cuda": None,
     "hip": None,
@@ -194,24 +196,42 @@ def test_a_child_that_hangs_or_prints_something_else_is_understood(program: str,
 
 
 @pytest.mark.seconds
-def test_each_backend_is_tried_in_two_processes() -> None:
-    found = software.look_at_backends(TORCH, 120)
-    assert [(finding.name, finding.state) for finding in found] == [
-        ("photinus", "good"),
-        ("gloo", "good"),
-        ("nccl", "absent"),
-        ("mpi", "absent"),
-        ("ucc", "absent"),
-    ]
-    assert found[0].facts is not None
-    assert found[0].facts["small_s"] > 0
+def test_backends_are_tried_in_two_processes_and_one_that_fails_spoils_no_other() -> None:
+    photinus, nonsense, gloo = software.try_backends(["photinus", "nonsense", "gloo"], 120)
+    assert [photinus.state, nonsense.state, gloo.state] == ["good", "bad", "good"]
+    assert re.search(r"rank [01] \(pid \d+\) raised \w+: .*nonsense", nonsense.value)
+    assert photinus.facts is not None
+    assert photinus.facts["small_s"] > 0
 
 
-@pytest.mark.seconds
-def test_a_backend_that_fails_is_bad_with_its_error_and_another_is_tried_without_it() -> None:
-    good, bad = software.try_backends(["photinus", "nonsense"], 120)
-    assert (good.state, bad.state) == ("good", "bad")
-    assert re.search(r"rank [01] \(pid \d+\) raised \w+: .*nonsense", bad.value)
+@pytest.mark.parametrize(
+    ("built", "gpus", "tried", "left_out"),
+    [
+        ({}, 0, [("photinus", "gloo")], {"nccl": "built without", "mpi": "as all released", "ucc": "built without"}),
+        ({"nccl": True}, 0, [("photinus", "gloo")], {"nccl": "no GPU", "mpi": "", "ucc": ""}),
+        ({"nccl": True}, 4, [("photinus", "gloo"), ("nccl",)], {"mpi": "", "ucc": ""}),
+        ({"mpi": True, "ucc": True}, 1, [("photinus", "gloo", "ucc")], {"mpi": "not tried", "nccl": ""}),
+    ],
+)
+def test_backends_that_cannot_be_tried_say_why(
+    monkeypatch: pytest.MonkeyPatch,
+    built: dict[str, bool],
+    gpus: int,
+    tried: list[tuple[str, ...]],
+    left_out: dict[str, str],
+) -> None:
+    asked = []
+
+    def measured(plan: Plan, ranks: int) -> tuple[list[dict[str, float]], dict[str, str]]:
+        asked.append(plan.contestants)
+        return [dict.fromkeys(plan.contestants, 1e-3)] * 2, {}
+
+    monkeypatch.setattr(software, "measure", measured)
+    found = software.look_at_backends({**TORCH, "available": {**TORCH["available"], **built}, "gpus": [{}] * gpus}, 1)
+    assert asked == tried
+    others = {each.name: each.value for each in found if each.state != "good"}
+    assert others.keys() == left_out.keys()
+    assert all(why in others[name] for name, why in left_out.items())
 
 
 @pytest.mark.seconds

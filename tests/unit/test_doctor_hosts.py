@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 
+from photinus.cli.main import main
 from photinus.tools.doctor.host_rank import rounds
 from photinus.tools.doctor.hosts import Pair, judge, print_pairs, troubles_of
 from photinus.tools.doctor.plan import JobOutput, tell
@@ -30,7 +32,19 @@ def test_rounds_have_every_ordered_pair_once_and_no_host_twice_at_a_time(count):
         assert len(taking_part) == len(set(taking_part))
 
 
-# ---- what the job says
+# ---- a job
+
+
+@pytest.mark.seconds
+def test_two_names_of_this_host_are_examined_as_two_hosts_without_ssh(capsys):
+    assert main(["doctor", "--hosts", "localhost,127.0.0.1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {(pair["source"], pair["target"]) for pair in told["pairs"]} == {
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "localhost"),
+    }
+    assert all(pair["bytes_per_s"] > 1e6 and not pair["error"] for pair in told["pairs"])
+    assert [found["name"] for found in told["findings"]][:3] == ["localhost", "127.0.0.1", "all"]
 
 
 def test_what_ranks_tell_is_found_between_other_output_however_it_is_cut(capsys):

@@ -20,7 +20,8 @@ from ...errors import CollectiveError
 from .plan import COPIES, COPY, HOST_COPY, Plan, tell
 
 _ROUNDS = 3
-_TRIAL_S, _MOST_TRIALS, _MOST_CALLS = 1 / 5, 50, 20_000
+# A trial of a fifth of a turn says how many calls a turn has.
+_TRIAL, _MOST_TRIALS, _MOST_CALLS = 1 / 5, 50, 20_000
 _CHECKED_ELEMS = 4 << 20
 
 
@@ -44,14 +45,15 @@ def give_turns(plan: Plan) -> list[dict[str, float]]:
     for name in plan.contestants:
         begin(name, "starts")
         members[name] = _Member(name, plan)
-    agreeing, turn_s, found = members[plan.contestants[0]].device, plan.seconds / _ROUNDS, []
+    agreeing = members["nccl"].device if plan.contestants[0] == "nccl" else "cpu"
+    turn_s, found = plan.seconds / _ROUNDS, []
     for call in plan.calls:
         counts = {}
         for name, member in members.items():
             begin(name, *call)
             member.prepare(*call)
         for name in members:
-            trials = max(1, min(_MOST_TRIALS, int(turn_s * _TRIAL_S / turn(name, 1))))
+            trials = max(1, min(_MOST_TRIALS, int(turn_s * _TRIAL / turn(name, 1))))
             counts[name] = max(2, min(_MOST_CALLS, int(turn_s / turn(name, trials))))
         rounds = [{name: turn(name, counts[name]) for name in members} for _ in range(_ROUNDS)]
         found.append({name: statistics.median(times[name] for times in rounds) for name in members})

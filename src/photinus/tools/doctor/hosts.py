@@ -109,10 +109,12 @@ def judge(facts: Mapping[str, Mapping[str, Any]], troubles: Mapping[str, str], p
         advice = "Fix what is said of them, and look again."
         findings.append(assess(_PAIRS, "not measured", f"to and from {', '.join(troubles)}", bad=advice))
     reached = [pair for pair in pairs if not pair.error]
-    trips, rates = sorted(pair.rtt_s for pair in reached), sorted(pair.bytes_per_s for pair in reached)
+    trips = sorted(pair.rtt_s * 1e3 for pair in reached if pair.rtt_s)
+    rates = sorted(pair.bytes_per_s for pair in reached)
     if reached:
-        value = f"{len(reached)} of {len(pairs)} directions work: round trip {trips[0] * 1e3:.2f} to "
-        value += f"{trips[-1] * 1e3:.2f} ms, {_gigabits(rates[0])} to {_gigabits(rates[-1])} Gbit/s"
+        value = f"{len(reached)} of {len(pairs)} directions work: "
+        value += f"round trip {trips[0]:.2f} to {trips[-1]:.2f} ms, " if trips else ""
+        value += f"{_gigabits(rates[0])} to {_gigabits(rates[-1])} Gbit/s"
         findings.append(Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value))
     for pair in pairs:
         name = f"{pair.source} to {pair.target}"
