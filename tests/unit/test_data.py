@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -561,3 +562,46 @@ def test_any_sequence_and_concatenation_is_a_dataset() -> None:
     assert list(loader(words, batch_size=2, shuffle=False)) == [["a", "b"], ["c", "d"]]
     both = ConcatDataset([TENSORS, TENSORS])
     assert sum(len(y) for _, y in loader(both, batch_size=2)) == 46
+
+
+def test_a_place_that_is_loaded_after_iter_counts() -> None:
+    first = loader(TENSORS, batch_size=4)
+    batches = iter(first)
+    next(batches)
+    rest = [y.tolist() for _, y in batches]
+    second = loader(TENSORS, batch_size=4)
+    batches = iter(second)
+    second.load_state_dict({**first.state_dict(), "epoch": 0, "batch": 1})
+    assert [y.tolist() for _, y in batches] == rest
+
+
+class InitialSeed(Augmented):
+    """Gives what a worker_init_fn may seed generators of its own with."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.initial_seed()
+
+
+def test_workers_have_another_seed_in_each_epoch_and_on_each_rank() -> None:
+    def seeds(rank: int) -> list[int]:
+        batches = loader(InitialSeed(4), batch_size=4, num_workers=1, place=(rank, 2), shuffle=False)
+        return [int(next(iter(batches))[0]) for _ in range(2)]
+
+    found = [*seeds(0), *seeds(1)]
+    assert len(set(found)) == 4
+    assert seeds(0) == found[:2]
+
+
+def test_a_thread_that_fetches_beside_training_is_warned_of_once() -> None:
+    batches = loader(Augmented(8), batch_size=4)
+    list(batches)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: list(batches), name="prefetch")
+            thread.start()
+            thread.join()
+    (message,) = (str(each.message) for each in told)
+    assert re.search(
+        r"another thread .* takes its batches \(thread prefetch\), and num_workers=0: .* num_workers=1", message
+    )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -641,6 +642,59 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.
     assert again == {**first, "began_at": 18}
     assert "finished already: 3 of 3 epochs done" in told
     assert "nothing to do; use --epochs N with N above 3, or resume='never'" in told
+
+
+def test_what_is_drawn_after_a_finished_run_is_what_was_drawn_after_it_ended(tmp_path: Path) -> None:
+    drawn = []
+    for _ in range(2):
+        with photinus.init("gloo", "cpu", seed=0):
+            loop = _loop(epochs=1, out=tmp_path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in loop:
+                    loop.record(_loss(loop))
+                    torch.rand(3)
+            drawn.append(torch.rand(2).tolist())  # the head of the next model, say
+    assert drawn[0] == drawn[1]
+
+
+def test_a_second_loop_of_a_script_in_one_folder_is_warned_of(tmp_path: Path, world: Any) -> None:
+    _train_on(tmp_path, epochs=1)
+    with pytest.warns(UserWarning, match="another Loop of this script trained in .* trains nothing. Give each Loop"):
+        _train_on(tmp_path, epochs=1)
+    _train_on(tmp_path, epochs=2)  # which goes on
+
+
+def test_layers_that_were_frozen_when_a_checkpoint_was_saved_are_named(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = _loop(epochs=1, out=tmp_path)
+    for _ in loop:
+        loop.record(_loss(loop))
+        loop.model.bias.requires_grad_(False)
+    _loop(epochs=2, out=tmp_path)
+    assert "requires_grad is no part of a checkpoint, and was another one when it was saved: bias" in (
+        capsys.readouterr().out
+    )
+
+
+def test_two_models_with_equal_layers_keep_their_own_momentum(tmp_path: Path, world: Any) -> None:
+    def loop(order: str, epochs: int) -> tuple[photinus.Loop, dict[str, Any], Any]:
+        critics = {name: torch.nn.Linear(1, 1, bias=False) for name in "ab"}
+        both = torch.optim.SGD([critics[name].weight for name in order], lr=0.1, momentum=0.9)
+        made = _loop(epochs=epochs, out=tmp_path, state={**critics, "both": both})
+        return made, critics, both
+
+    first, critics, both = loop("ab", 1)
+    for _ in first:
+        first.record(_loss(first))
+        for number, name in enumerate("ab"):
+            critics[name].weight.grad = torch.full((1, 1), float(number + 1))
+        both.step()
+    kept = {name: both.state[critics[name].weight]["momentum_buffer"].item() for name in "ab"}
+    assert kept["a"] != kept["b"]
+    _, critics, both = loop("ba", 2)
+    assert {name: both.state[critics[name].weight]["momentum_buffer"].item() for name in "ab"} == kept
 
 
 def test_raised_epochs_go_on_from_the_end(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -54,6 +55,7 @@ from .session.wrapping import (
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take
+_trained_in: set[str] = set()  # folders of the loops of this process that trained
 
 
 class Loop:
@@ -207,6 +209,12 @@ class Loop:
         if self.finished:
             done, advice = length.describe_nothing_to_do(self._position)
             say(f"finished already: {done} ({self.resumed_from}), nothing to do; {advice}")
+            if self.out is not None and str(self.out) in _trained_in:
+                warnings.warn(
+                    f"another Loop of this script trained in {self.out}. This one takes its weights and trains "
+                    f"nothing. Give each Loop an `out` of its own (as out='{self.out}/fold-2')",
+                    stacklevel=4,
+                )
             self._folder.draw(if_missing=True)
             say(self.summary())
         elif self.resumed_from is not None:
@@ -391,7 +399,12 @@ class Loop:
 
         If you leave the body early (break, an exception), its batch does not count as done.
         """
-        return iter(()) if self.finished else self._batches()
+        if self.finished:
+            # What the script draws after a run that had ended before, it draws as after one that ends now.
+            self._restore_random_numbers()
+            return iter(())
+        _trained_in.add(str(self.out))
+        return self._batches()
 
     def _batches(self) -> Iterator[Any]:
         self._restore_random_numbers()

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
-from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of
+from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of, unwrap
 from .data import rng
 from .record.run_folder import RunFolder
 from .record.settings import Settings
@@ -43,8 +43,8 @@ class Saves:
         self._session, self._spec = session, spec
         self._model, self._optimizer, self._others = model, optimizer, others
         self._beside = {_shown(name): item for name, item in others.items()}
-        models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
-        self._settings = Settings({"optimizer": optimizer, **self._beside}, models)
+        modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
+        self._settings = Settings({"optimizer": optimizer, **self._beside}, {"": model, **modules})
         self._rows_saved = 0
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Saves:
             content = {
                 **trained,
                 "position": position.to_dict(time.perf_counter() - self._session.aside_s),
-                "run": {**self._spec.to_dict(), "given": self._settings.given},
+                "run": {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)},
                 "rng": states,
             }
             # A row's checkpoint may have had to wait for the next step of the optimizer.
@@ -133,6 +133,11 @@ class Saves:
             changed += self._settings.load(given, states, partial(self._put_back, content, path))
             text = f"what the script changed replaces what the checkpoint holds: {', '.join(changed)}"
             notes = [text] if changed else []
+            if differing := sorted({*before["frozen"]} ^ {*_frozen(self._model)}):
+                which = ", ".join(differing[:4]) + ", ..." * (len(differing) > 4)
+                notes.append(
+                    f"requires_grad is no part of a checkpoint, and was another one when it was saved: {which}"
+                )
             position.start += 1
             if before.get("accumulate") != now.get("accumulate"):
                 position.group_began = position.step
@@ -170,6 +175,10 @@ class Saves:
         seed = rng.derive_seed(self._spec.seed, "resumed at step", step)
         rng.seed_everything(seed, rank=self._session.rank)
         return rng.capture()
+
+
+def _frozen(model: nn.Module) -> list[str]:
+    return [name for name, parameter in unwrap(model).named_parameters() if not parameter.requires_grad]
 
 
 def _shown(name: str) -> str:

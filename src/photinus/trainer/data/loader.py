@@ -18,6 +18,7 @@ import errno
 import operator
 import shutil
 import socket
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,7 +175,9 @@ class Loader:
 
     `for data in loader` is one pass: it counts its own epochs. In a script that is started again they have to go on:
     give the loader to `photinus.save` and `photinus.load` (inside an epoch, too), or call `set_epoch(k)` before each
-    pass. `epoch(k, start=i)` is any batch of any epoch, without loading what comes before.
+    pass. Call it also where a script saves after a `break` and means to go on with the next epoch: what is saved is the
+    place behind the last batch, and a resumed pass goes on there. `epoch(k, start=i)` is any batch of any epoch,
+    without loading what comes before.
 
     Attributes:
         dataset: the user's.
@@ -206,6 +209,7 @@ class Loader:
         self._num_workers: int = settings["num_workers"]
         self._workers: DataLoader[Any] | None = None  # kept from pass to pass when the workers are persistent
         self._requests = _Requests()
+        self._thread = threading.get_ident()
         self._passes = 0
         self._next = (0, 0)  # epoch and first batch of the next plain pass
         self._position = (0, 0)  # the batch that a plain pass hands out next
@@ -217,13 +221,9 @@ class Loader:
         return len(self.shares)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the data of the next epoch. Each call is a new epoch, even if the last one was not finished."""
+        """Yield the data of the next epoch. Each pass is a new epoch, even if the last one was not finished."""
         self._warn_of_the_first_epoch()
-        epoch, start = self._next
-        # Counted here and not at the pass's end: one that is left early is over, too.
-        self._next = (epoch + 1, 0)
-        self._position = (epoch, start)
-        return self._plain(epoch, start)
+        return self._plain()
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` (0, 1, ...) from batch `start` on. Earlier batches are not loaded.
@@ -298,8 +298,12 @@ class Loader:
         parts = {"world_size": self.shares.world_size} if isinstance(self.shares, ShardedOnce) else {}
         return {**found, "shuffle": self.shares.shuffle, **parts}
 
-    def _plain(self, epoch: int, start: int) -> Iterator[Any]:
+    def _plain(self) -> Iterator[Any]:
         global _running
+        epoch, start = self._next  # not in iter(): a checkpoint may be loaded between that and the first batch
+        self._next = (epoch + 1, 0)  # counted here and not at the pass's end: one that is left early is over, too
+        self._position = (epoch, start)
+        self._warn_of_another_thread()
         note_place("")
         done = start
         try:
@@ -327,6 +331,17 @@ class Loader:
                     f"gradient was not the global batch's: call photinus.backward(loss), or multiply by loader.weight",
                     stacklevel=3,
                 )
+
+    def _warn_of_another_thread(self) -> None:
+        """Says, once, that samples are fetched beside training and share its random numbers."""
+        if self._num_workers == 0 and self._tensors is None and self._thread not in (0, threading.get_ident()):
+            self._thread = 0
+            warnings.warn(
+                f"another thread than the one that made this loader takes its batches (thread "
+                f"{threading.current_thread().name}), and num_workers=0: samples and training then share random "
+                f"numbers, so that neither dropout nor augmentation is what it was. Use num_workers=1",
+                stacklevel=3,
+            )
 
     @property
     def _pins(self) -> bool:
@@ -358,7 +373,10 @@ class Loader:
         self._requests.plan = requests()
         # Workers start here, and read ahead: their requests have to be there before.
         with self._explaining(epoch, start):
-            fetched = start_workers(self._data_loader())  # takes the plan
+            data_loader = self._data_loader()
+            # What torch.initial_seed() gives in a worker, and in its worker_init_fn: another in each epoch and rank.
+            data_loader.generator.manual_seed(rng.derive_seed(self.seed, "workers", epoch, self.shares.rank))
+            fetched = start_workers(data_loader)  # takes the plan
         for index in range(start, len(self)):
             if self._workers is not None and this_pass != self._passes:
                 raise PhotinusError(
@@ -408,7 +426,7 @@ class Loader:
             # torch's own pinning fails for tensors that lie on a GPU; in this process ours does it.
             pin_memory=self._pins and self._num_workers > 0,
             # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
-            generator=torch.Generator(device="cpu").manual_seed(self.seed),
+            generator=torch.Generator(device="cpu"),
             **options if self._num_workers else {},
         )
         if self._num_workers and options.get("persistent_workers"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -33,19 +33,20 @@ class Settings:
 
     Args:
         objects: by the names that messages use; what is neither optimizer nor scheduler is left out.
-        models: for the names of the optimizers' parameters.
+        models: for the names of the optimizers' parameters; their own names stand before those, so that two models
+            with equal layers are told apart.
 
     Attributes:
         given: for the checkpoint, plain.
     """
 
-    def __init__(self, objects: Mapping[str, Any], models: Iterable[nn.Module]) -> None:
+    def __init__(self, objects: Mapping[str, Any], models: Mapping[str, nn.Module]) -> None:
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
         self._schedulers = {name: each for name, each in objects.items() if _is_scheduler(each)}
         self._over = {name: self._optimizers_of(each) for name, each in self._schedulers.items()}
         options = {name: plain(_options(each)) for name, each in self._optimizers.items()}
         self.given = options | {name: plain(each.state_dict()) for name, each in self._schedulers.items()}
-        names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
+        names = {id(p): own + name for own, model in models.items() for name, p in unwrap(model).named_parameters()}
         self.given["parameters"] = {
             name: [[names.get(id(p), "") for p in group["params"]] for group in each.param_groups]
             for name, each in self._optimizers.items()
