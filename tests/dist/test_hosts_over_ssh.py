@@ -274,6 +274,20 @@ def test_doctor_names_a_host_that_it_cannot_reach_and_examines_the_others(place)
     assert found["all"]["value"].startswith("2 of 2 directions work")
 
 
+def test_doctor_names_a_host_that_does_not_reach_the_first_and_measures_the_others(tmp_path):
+    with network_hosts(3) as (first, second, third):
+        second.run(["ip", "route", "add", "unreachable", f"{third.address}/32"])
+        with ssh_server(tmp_path, host=second) as server, ssh_server(tmp_path, host=third):
+            command = [sys.executable, "-m", "photinus", "doctor", "--json", "--timeout", "20", "--ssh", server.ssh]
+            asked = first.start([*command, "--hosts", "host-1,host-0,host-2"], stdout=subprocess.PIPE, text=True)
+            said, _ = asked.communicate(timeout=120)
+    assert asked.returncode == 1
+    found = {each["name"]: each for each in json.loads(said)["findings"]}
+    assert found["host-2"]["value"] == "it does not reach host-1, where the hosts meet"
+    assert "Let TCP pass on all ports" in found["host-2"]["advice"]
+    assert found["all"]["value"].startswith("2 of 2 directions work")
+
+
 def test_doctor_names_hosts_that_do_not_reach_each_other(tmp_path):
     with network_hosts(3) as (first, second, third):
         second.run(["ip", "route", "add", "unreachable", f"{third.address}/32"])

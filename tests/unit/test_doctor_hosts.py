@@ -65,6 +65,13 @@ def test_what_ranks_tell_is_found_between_other_output_however_it_is_cut(capsys)
         ("host b: LaunchError: the leader was not there\n", {"b": "the leader was not there"}),
         ("host a (10.0.0.1) was lost: it left\n", {"a": "(10.0.0.1) was lost: it left"}),
         ("the job failed: host b was the first to end, see above\n", {"b": "was the first to end, see above"}),
+        (
+            "LaunchError: the job ended: only 1 of 2 hosts ready within 30 s; here: a (10.0.0.1)\n",
+            {
+                "b": "it does not reach a, where the hosts meet. Let TCP pass on all ports between the hosts (a "
+                "firewall on a or between?), and name a by an address of a network that they share."
+            },
+        ),
         ("rank 0 left\nout of memory\n", dict.fromkeys("ab", "out of memory")),
         ("", dict.fromkeys("ab", "the job ended and said nothing")),
     ],

@@ -19,10 +19,6 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-
 from ... import env
 from ...job.own_address import own_address
 from ...run.local.devices import usable_cores
@@ -46,6 +42,10 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 def main(timeout_s: float) -> None:
     """Measures, as the rank of this host."""
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # nobody handles the signal: it ends this process
+    import torch
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
     rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.pop(env.EXPECTED_WORLD_SIZE.name)  # the groups are smaller
     versions = {"photinus": __version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -53,7 +53,7 @@ def main(timeout_s: float) -> None:
     tell(rank=rank, **versions, **place, bad=[asdict(each) for each in look_at_host() if each.state == "bad"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for number, pairs in enumerate(rounds(hosts)):
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # nobody handles the signal: it ends this process
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
         for pair in pairs:
             if rank in pair:
                 _try(pair, rank, PrefixStore(f"pair {pair}", store))
@@ -61,7 +61,10 @@ def main(timeout_s: float) -> None:
         store.wait([f"{number}/{each}" for each in range(hosts)], timedelta(seconds=timeout_s))
 
 
-def _try(pair: tuple[int, int], rank: int, store: Store) -> None:
+def _try(pair: tuple[int, int], rank: int, store: Any) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
     try:
         limit = timedelta(seconds=_GROUP_S)
         dist.init_process_group("photinus", store=store, rank=pair.index(rank), world_size=2, timeout=limit)
@@ -78,6 +81,9 @@ def _try(pair: tuple[int, int], rank: int, store: Store) -> None:
 
 
 def _measure() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
     group: Any = dist.group.WORLD
     latency_s, bytes_per_s = group.communicator.speeds  # the same on both hosts; 0: not known
     size = int(min(_MOST_BYTES, max(_LEAST_BYTES, bytes_per_s * _TRANSFER_S)))

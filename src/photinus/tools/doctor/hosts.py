@@ -51,6 +51,11 @@ def troubles_of(names: Sequence[str], said: str) -> dict[str, str]:
         blamed = re.search(rf"\bhost {re.escape(name)}(?:: (?:\w+: )?| (?=\(.*\) was |was ))(.*)", said)
         if blamed is not None:
             found[name] = blamed[1].removesuffix(" Nothing was started.")
+    here = re.search(r"hosts ready within .*; here: (.*)", said)
+    if here is not None and not found:
+        absent = [name for name in names if name not in re.split(r"[ (),]+", here[1])]
+        advice = _ADVICE.format(target=names[0])
+        found = dict.fromkeys(absent, f"it does not reach {names[0]}, where the hosts meet. {advice}")
     return found or dict.fromkeys(names, (said.strip().splitlines() or ["the job ended and said nothing"])[-1])
 
 
