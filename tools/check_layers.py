@@ -45,7 +45,7 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3502,
-    "cli": 1765,
+    "cli": 1744,
     "compat": 727,
     "job": 3266,
     "parallel": 6918,

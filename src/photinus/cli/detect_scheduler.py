@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 
 from .. import env
@@ -32,8 +32,15 @@ def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
     try:
         scheduler = read_scheduler(environ)
         if scheduler is None:
-            _refuse_one_of_several_hosts(environ)
-            return hosts
+            job = slurm_job(environ)
+            if job is None or job.hosts == 1:
+                return hosts
+            # In a batch script or the shell of salloc: the other hosts would stay idle.
+            raise UsageError(
+                f"Slurm job {job.job_id} holds {job.hosts} hosts, but photinus run was started on this one only. Start "
+                f"it on each of them: `srun --ntasks-per-node=1 photinus run ...`; or say that this host is enough: "
+                f"`photinus run --nnodes 1 ...`."
+            )
         world = World.from_env({name: value for name, value in environ.items() if name not in _OF_RANKS})
         _refuse_several_on_one_host(world, scheduler)
         if world.world_size == 1:
@@ -95,15 +102,3 @@ _WORDS = {
     "Open MPI": ("mpirun", "mpirun --map-by ppr:1:node", "mpirun -np {}"),
     "MPICH": ("mpiexec", "mpiexec -ppn 1", "mpiexec -n {}"),
 }
-
-
-def _refuse_one_of_several_hosts(environ: Mapping[str, str]) -> None:
-    """In a batch script or the shell of salloc, photinus run would use the first host, and leave the others idle."""
-    job = slurm_job(environ)
-    if job is None or job.hosts == 1:
-        return
-    raise UsageError(
-        f"Slurm job {job.job_id} holds {job.hosts} hosts, but photinus run was started on this one only. Start it on "
-        f"each of them: `srun --ntasks-per-node=1 photinus run ...`; or say that this host is enough: "
-        f"`photinus run --nnodes 1 ...`."
-    )

@@ -20,6 +20,22 @@ from .flags import RunFlags
 _LEAVE_S = 60  # before the end of the time limit, or a preemption
 _LINE = 100
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
+# What a user may say in other words: then ours is left out. Short names stand for long ones.
+_INSTEAD = {
+    "--job-name": {"-J"},
+    "--nodes": {"-N"},
+    "--time": {"-t"},
+    "--partition": {"-p"},
+    "--gpus-per-node": {"--gres", "--gpus", "-G", "--gpus-per-task", "--gpus-per-socket"},
+    "--cpus-per-task": {"-c", "--exclusive", "--cpus-per-gpu"},
+    "--exclusive": {"-c", "--cpus-per-task", "--cpus-per-gpu", "--oversubscribe", "-s"},
+    "--requeue": {"--no-requeue"},
+}
+_OURS = {
+    **dict.fromkeys(("--nodes", "-N"), "use --nnodes"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "use --nproc-per-node"),
+    **dict.fromkeys(("--array", "-a"), "one script per training"),
+}
 
 
 def main(flags: RunFlags) -> int:
@@ -67,7 +83,14 @@ def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
 
 def _options(flags: RunFlags) -> list[str]:
     spec = flags.spec
-    own = {_own_option(text) for text in flags.sbatch}
+    own = set()
+    for text in flags.sbatch:
+        match = _OPTION.match(text)
+        if match is None or "\n" in text:
+            raise UsageError(f"--sbatch {text!r}: needs an option of sbatch on one line, like --sbatch --mem=64G.")
+        if match[0] in _OURS:
+            raise UsageError(f"--sbatch {text}: photinus sets this itself; {_OURS[match[0]]}.")
+        own.add(match[0])
     least, most = spec.hosts.nnodes or (1, 1)
     gpus = _gpus_per_host(flags)
     workers = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else gpus
@@ -90,43 +113,15 @@ def _options(flags: RunFlags) -> list[str]:
     return [*shown, *flags.sbatch]
 
 
-# What a user may say in other words: then ours is left out. Short names stand for long ones.
-_INSTEAD = {
-    "--job-name": {"-J"},
-    "--nodes": {"-N"},
-    "--time": {"-t"},
-    "--partition": {"-p"},
-    "--gpus-per-node": {"--gres", "--gpus", "-G", "--gpus-per-task", "--gpus-per-socket"},
-    "--cpus-per-task": {"-c", "--exclusive", "--cpus-per-gpu"},
-    "--exclusive": {"-c", "--cpus-per-task", "--cpus-per-gpu", "--oversubscribe", "-s"},
-    "--requeue": {"--no-requeue"},
-}
-_OURS = {
-    **dict.fromkeys(("--nodes", "-N"), "use --nnodes"),
-    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "use --nproc-per-node"),
-    **dict.fromkeys(("--array", "-a"), "one script per training"),
-}
-
-
-def _own_option(text: str) -> str:
-    """The name of an option for sbatch."""
-    match = _OPTION.match(text)
-    if match is None or "\n" in text:
-        raise UsageError(f"--sbatch {text!r}: needs an option of sbatch on one line, like --sbatch --mem=64G.")
-    if match[0] in _OURS:
-        raise UsageError(f"--sbatch {text}: photinus sets this itself; {_OURS[match[0]]}.")
-    return match[0]
-
-
 def _quote(value: str) -> str:
-    """An option's value as sbatch reads it from a comment: shell-like words."""
+    """Return an option's value as sbatch reads it from a comment: shell-like words."""
     if re.fullmatch(r"[\w.:,@%+/=-]+", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _break_lines(command: list[str]) -> str:
-    """The command for the shell, over several lines where it is long; a flag and its value stay together."""
+    """Return the command for the shell, over several lines where it is long; a flag and its value stay together."""
     pieces: list[str] = []
     for before, word in zip(["", *command], command, strict=False):
         if before.startswith("-") and not word.startswith("-"):

@@ -81,7 +81,15 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> JobSpec:
     elif flags.include is not None:
         devices = _local_slots("--include", flags.include) or None  # all
     elif flags.exclude is not None:
-        devices = _all_but(flags.exclude, _local_slots("--exclude", flags.exclude), count_gpus)
+        excluded = _local_slots("--exclude", flags.exclude)
+        if not excluded:
+            raise UsageError(f"--exclude {flags.exclude} leaves no host: without --hostfile there is only this one.")
+        present = count_gpus()
+        devices = tuple(number for number in range(present) if number not in excluded)
+        beyond = [number for number in excluded if number >= present]
+        if beyond or not devices:
+            why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
+            raise UsageError(f"--exclude {flags.exclude}: {why}; torch sees {present} GPUs here.")
     if devices is None:
         return spec
     if isinstance(spec.nproc_per_node, int) and spec.nproc_per_node != len(devices):
@@ -90,18 +98,6 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> JobSpec:
             f"{spec.nproc_per_node} asks for {spec.nproc_per_node} workers: leave out one of the two."
         )
     return replace(spec, nproc_per_node=len(devices)) if spec.cpu else replace(spec, devices=devices)
-
-
-def _all_but(text: str, excluded: tuple[int, ...], count_gpus: Callable[[], int]) -> tuple[int, ...]:
-    if not excluded:
-        raise UsageError(f"--exclude {text} leaves no host: without --hostfile there is only this one.")
-    present = count_gpus()
-    devices = tuple(number for number in range(present) if number not in excluded)
-    beyond = [number for number in excluded if number >= present]
-    if beyond or not devices:
-        why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
-        raise UsageError(f"--exclude {text}: {why}; torch sees {present} GPUs here.")
-    return devices
 
 
 def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
@@ -119,7 +115,7 @@ def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
 
 
 def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
-    """What `_items` reads, of hosts and slots that are in the file."""
+    """Return what `_items` reads; refuse hosts and slots that are not in the file."""
     known = {host.name: host for host in hosts}
     named = _items(flag, text)
     for name, slots in named.items():
@@ -137,7 +133,7 @@ def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tu
 
 
 def _local_slots(flag: str, text: str) -> tuple[int, ...]:
-    """The devices of this host; () for all."""
+    """Return the devices that are named of this host; () for all."""
     named = _items(flag, text)
     for name in named:
         if name not in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
@@ -149,7 +145,7 @@ def _local_slots(flag: str, text: str) -> tuple[int, ...]:
 
 
 def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
-    """Host -> the slots that stand behind it, each once, in the order typed; () for the whole host."""
+    """Return the hosts with the slots that are named of each, once, in the order typed; () for the whole host."""
     named: dict[str, tuple[int, ...]] = {}
     for item in text.split("@"):
         matched = _ITEM.fullmatch(item.strip())
@@ -157,23 +153,16 @@ def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
             raise UsageError(
                 f"{flag} {text}: {item!r} is not understood. It takes hosts with or without devices, like a:0,1@b."
             )
-        name, slots = matched["name"].strip("[]"), _slots(flag, text, matched["slots"])
+        name, slots = matched["name"].strip("[]"), list[int]()
+        for word in [] if matched["slots"] is None else matched["slots"].split(","):
+            span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
+            first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+            if first > last:
+                raise UsageError(f"{flag} {text}: {word!r} is no device. They are numbers from 0, like 0,2 or 0-3.")
+            slots += range(first, last + 1)
         is_whole = not slots or named.get(name) == ()
         named[name] = () if is_whole else tuple(dict.fromkeys([*named.get(name, ()), *slots]))
     return named
-
-
-def _slots(flag: str, text: str, listed: str | None) -> tuple[int, ...]:
-    if listed is None:
-        return ()
-    numbers: list[int] = []
-    for word in listed.split(","):
-        matched = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
-        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
-        if first > last:
-            raise UsageError(f"{flag} {text}: {word!r} is no device. They are numbers from 0, like 0,2 or 0-3.")
-        numbers += range(first, last + 1)
-    return tuple(numbers)
 
 
 def host_words(
