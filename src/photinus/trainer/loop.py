@@ -135,7 +135,7 @@ class Loop:
         report = Reporting() if report is None else report
         # Nothing is exchanged or written yet: an error of one rank becomes one of all, and leaves no half-made run.
         with together("setting up the loop"):
-            # They need neither model nor data, and all that is wrong with them is told at once.
+            # They need neither model nor data, and one error lists all that is wrong with them.
             check_options(
                 epochs=epochs, steps=steps, out=out, resume=resume, state=state, save=save, report=report,
                 config=config, validate_every_steps=validate_every_steps,

@@ -321,7 +321,7 @@ class CheckpointFolder:
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
-            # Said only when another is used in its place; else the error below says it.
+            # A warning only if another one is used in its place. Otherwise the error below has the reasons.
             for reason in refused:
                 warnings.warn(
                     f"a checkpoint was passed over, {found.path} is used instead: {reason}", RuntimeWarning, 3

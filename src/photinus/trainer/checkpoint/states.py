@@ -218,7 +218,7 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
     """Loads each object's state, checked before, into it; when one fails, all get back what they had, and it is raised.
 
     Returns:
-        A function that takes it all back, for when another rank has failed, and says how that went.
+        A function that takes it all back (another rank has failed), and returns how that went.
     """
     before: dict[str, Callable[[], None]] = {}  # each puts back a copy of what an object held on this rank
 

@@ -54,13 +54,13 @@ _MOVED = {
 
 
 def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Make an option that a function does not have a TypeError that says what is meant, or where it went."""
+    """Raise TypeError for options that a function does not have, with the name that is meant, or with what to write."""
     known = [name for name in inspect.signature(function).parameters if name[0] != "_"]
     shown = f"photinus.{function.__qualname__.removesuffix('.__init__')}"
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        # A wrong name is told before any value is looked at, and all of them at once.
+        # Before any value is looked at; all wrong names in one error.
         lines = []
         for name in [each for each in kwargs if each not in known and each[0] != "_"]:
             moved = _MOVED.get(name)

@@ -33,7 +33,7 @@ _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have
 _last_mark = (b"", b"")  # of numpy: that struct, when no second normal lay in reserve elsewhere, and its state
 
 
-session_seed = 0  # of the orders of samples, where nothing else says one; set by `photinus.init(seed=...)`
+session_seed = 0  # default of the seeds of loaders; `photinus.init(seed=...)` sets it
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -69,7 +69,7 @@ class RunFolder:
         self._best = None if spec.saving.best is None else spec.saving.best.removeprefix("-")
         self._writers: list[RunFiles | TensorBoard] = []  # on rank 0, from `begin` on
         self._lock: RunLock | None = None  # on rank 0
-        self._position: Position | None = None  # of a run that goes on, whose end is to be told
+        self._position: Position | None = None  # of a run whose end is not recorded yet
         self._source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
         self._moved: str | None = None  # a note, where the run is not in the folder that the user gave
         self._options: dict[str, JSON] = {**spec.to_dict(), "resume": None if resume is None else str(resume)}
@@ -116,7 +116,7 @@ class RunFolder:
             if not is_done:
                 status.tell(out=self._run)
                 self._position = position
-                self._session.at_end(self._tell_end)
+                self._session.at_end(self._record_end)
         if self._session.is_main:
             for note in filter(None, (self._moved, self._source.note, unseen)):
                 say(note)
@@ -229,7 +229,7 @@ class RunFolder:
         self._let_go()
         status.tell(out="")
 
-    def _tell_end(self, error: BaseException | None) -> None:
+    def _record_end(self, error: BaseException | None) -> None:
         """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
         with contextlib.suppress(OSError, PhotinusError):
             if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -242,10 +242,10 @@ class RunFolder:
                 self._end("error", error=error)
 
     def _end(self, how: str, text: str = "", error: BaseException | None = None) -> None:
-        """Tells once how the run ended: "finished", "stopped", "suspended", "left" by its script, or by an error.
+        """Record once how the run ended: "finished", "stopped", "suspended", "left" by its script, or by an error.
 
-        Rank 0 tells every end. Another rank tells an error of its own, where the run's folder is on a disk that it
-        sees: rank 0 may be killed before it has learned of it.
+        Rank 0 records every end. Another rank records an error of its own, if it sees the folder: rank 0 may be killed
+        before it knows of that error.
         """
         position, self._position = self._position, None
         if position is None:
@@ -266,7 +266,7 @@ class RunFolder:
             return
         try:
             draw_curves(self._folder)
-        except Exception as error:  # noqa: BLE001 - told, and no reason to fail a run that is done
+        except Exception as error:  # noqa: BLE001 - a warning, and no reason to fail a run that is done
             warnings.warn(f"{PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 
     def describe(self) -> str:

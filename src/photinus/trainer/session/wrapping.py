@@ -203,7 +203,7 @@ def check_schedulers(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
         if isinstance(over, torch.optim.Optimizer) and not any(id(group) in known for group in over.param_groups):
             raise ValueError(
                 f"the scheduler ({type(scheduler).__name__}) sets the learning rate of another {type(over).__name__} "
-                f"than the loop's optimizer, whose rate would stay as it is: make the scheduler anew, over this "
+                f"than the loop's optimizer, whose rate would stay as it is: make the scheduler again, over this "
                 f"optimizer (or give the other one in state=...)"
             )
 
