@@ -121,7 +121,7 @@ def check_evaluation_after_conversion_of_torchs_class(group: dist.ProcessGroup) 
     theirs = nn.Sequential(nn.SyncBatchNorm(3, process_group=group), nn.BatchNorm1d(3))
     names = list(theirs.state_dict())
     ours = convert_sync_batchnorm(theirs)
-    assert [type(layer) for layer in ours] == [SyncBatchNorm] * 2
+    assert all(isinstance(layer, SyncBatchNorm) for layer in ours)
     assert ours[0].process_group is group
     ours(torch.randn(4 + group.rank(), 3) + group.rank()).square().sum().backward()
     learned = {name: tensor.clone() for name, tensor in ours.state_dict().items()}

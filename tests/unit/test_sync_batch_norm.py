@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_one_process_is_left_as_it_is(affine: bool, track: bool, momentum: float
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3, momentum=momentum, affine=affine, track_running_stats=track)
     ours = convert_sync_batchnorm(copy.deepcopy(plain))
-    assert type(ours) is SyncBatchNorm
+    assert isinstance(ours, SyncBatchNorm)
     for training in (True, True, False):
         plain.train(training)
         ours.train(training)
@@ -114,10 +115,10 @@ def test_conversion_keeps_parameters_settings_and_sharing() -> None:
     names = list(model.state_dict())
     assert convert_sync_batchnorm(model) is model
     assert [type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__] == [
-        "SyncBatchNorm",
-        "SyncBatchNorm",
+        "SyncBatchNorm1d",
+        "SyncBatchNorm2d",
         "InstanceNorm2d",
-        "SyncBatchNorm",
+        "SyncBatchNorm3d",
     ]
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
     assert list(model.state_dict()) == names
@@ -126,15 +127,29 @@ def test_conversion_keeps_parameters_settings_and_sharing() -> None:
     assert not model.deep["volume"].track_running_stats
 
 
-def test_converting_a_layer_keeps_its_hooks_and_leaves_the_layer_itself_alone() -> None:
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_a_converted_layer_is_the_same_object_and_kind_with_its_hooks(kind: Any) -> None:
     seen: list[str] = []
-    layer = nn.BatchNorm1d(3)
+    layer = kind(3)
     layer.register_forward_hook(lambda *_: seen.append("hook"))
-    converted = SyncBatchNorm.convert_sync_batchnorm(layer)
-    converted(torch.randn(4, 3))
+    assert SyncBatchNorm.convert_sync_batchnorm(layer) is layer
+    assert isinstance(layer, kind)
+    assert isinstance(layer, SyncBatchNorm)
+    x = torch.randn(4, 3, *[2] * (int(kind.__name__[-2]) - 1 + (kind is not nn.BatchNorm1d)))
+    layer(x)
     assert seen == ["hook"]
-    assert type(layer) is nn.BatchNorm1d
-    assert converted.weight is layer.weight
+    copied = pickle.loads(pickle.dumps(nn.Sequential(copy.deepcopy(nn.Sequential(kind(3))))))
+    assert isinstance(convert_sync_batchnorm(copied)[0][0], kind)
+    assert type(pickle.loads(pickle.dumps(SyncBatchNorm.convert_sync_batchnorm(kind(3))))) is type(layer)
+
+
+def test_frozen_layers_stay_frozen() -> None:
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)))
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eval()
+    model(torch.randn(4, 1, 2, 2))
+    assert int(model[1].num_batches_tracked) == 0
 
 
 def test_torchs_own_sync_batch_norm_becomes_ours() -> None:

@@ -118,49 +118,45 @@ class SyncBatchNorm(_BatchNorm):
         return convert_sync_batchnorm(module, process_group)
 
 
-def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replace every BatchNorm in `module` (torch's SyncBatchNorm too) by ours, and return the module.
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """What `convert_sync_batchnorm` makes of a BatchNorm1d, which it stays for scripts that look for those."""
 
-    The new layers have the same parameter and buffer objects, hooks and settings, so optimizers and tied layers stay
-    valid. `module` itself is changed. If it is a batch norm itself, the new layer is returned. A group that is given
-    also applies to layers that are ours already.
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """What `convert_sync_batchnorm` makes of a BatchNorm2d, which it stays for scripts that look for those."""
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """What `convert_sync_batchnorm` makes of a BatchNorm3d, which it stays for scripts that look for those."""
+
+
+_BECOMES = ((nn.BatchNorm1d, SyncBatchNorm1d), (nn.BatchNorm2d, SyncBatchNorm2d), (nn.BatchNorm3d, SyncBatchNorm3d))
+
+
+def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Make every BatchNorm in `module` (torch's SyncBatchNorm too) one of ours, and return the module.
+
+    The layers stay the same objects, with their parameters, buffers, hooks and settings. A BatchNorm2d is still one, so
+    `isinstance(layer, nn.BatchNorm2d)`, with which scripts find the layers to freeze, still holds. A group that is
+    given also applies to layers that are ours already.
 
     Raises:
         ValueError: a lazy batch norm is not initialized yet.
     """
-    return _convert(module, process_group, {})
-
-
-def _convert(module: nn.Module, process_group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Converts a module and all below it; a module used in several places stays one module."""
-    if module in done:
-        return done[module]
-    converted = done[module] = _to_sync(module, process_group)
-    for name, child in converted.named_children():
-        replaced = _convert(child, process_group, done)
-        if replaced is not child:
-            setattr(converted, name, replaced)
-    # named_children tells each module once, but one module can be registered under several names
-    for name, registered in list(converted._modules.items()):
-        if registered is not None and registered in done:
-            converted._modules[name] = done[registered]
-    return converted
-
-
-def _to_sync(layer: nn.Module, process_group: dist.ProcessGroup | None) -> nn.Module:
-    """A layer with everything that this one carries: parameters, buffers, hooks, settings; no batch norm: itself."""
-    if isinstance(layer, SyncBatchNorm) and process_group is not None:
-        layer.process_group = process_group
-    if isinstance(layer, SyncBatchNorm) or not isinstance(layer, _BatchNorm):
-        return layer
-    if any(is_lazy(p) for p in [*layer.parameters(), *layer.buffers()]):
-        raise ValueError(
-            f"{type(layer).__name__} is not initialised yet. Run one forward on sample data before converting a model."
-        )
-    new = SyncBatchNorm.__new__(SyncBatchNorm)
-    new.__dict__.update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in layer.__dict__.items()})
-    new.process_group = process_group if process_group is not None else getattr(layer, "process_group", None)
-    return new
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    for layer in layers:
+        if not isinstance(layer, SyncBatchNorm) and any(map(is_lazy, [*layer.parameters(), *layer.buffers()])):
+            raise ValueError(
+                f"{type(layer).__name__} is not initialised yet. Run one forward on sample data before converting a "
+                f"model."
+            )
+    for layer in layers:
+        if not isinstance(layer, SyncBatchNorm):
+            layer.__dict__.setdefault("process_group", None)  # torch's own has one
+            layer.__class__ = next((ours for torchs, ours in _BECOMES if isinstance(layer, torchs)), SyncBatchNorm)
+        if process_group is not None:
+            layer.__dict__["process_group"] = process_group
+    return module
 
 
 class _Exchange:
