@@ -37,7 +37,7 @@ FLOORS = {
     "trainer": 8,
     "run": 9,
     "cli": 10,
-    "tools": 2514,
+    "tools": 2528,
     "compat": 12,
     "templates": 12,
     "__main__": 12,
@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4350,
     "runlog": 1683,
     "templates": 340,
-    "tools": 2514,
+    "tools": 2528,
     "top": 1680,
     "trainer": 8117,
 }

@@ -29,7 +29,7 @@ _WHOLE = ("reduce_scatter", "all_gather")
 
 
 def print_explanation(options: Namespace, ranks: int) -> None:
-    """Prints a table, or JSON; `ranks`: on this host, where no hosts are given. LaunchError: no engine works here."""
+    """Print a table, or JSON. `ranks`: on this host, if no hosts are given. LaunchError: the engine does not work."""
     hosts = options.hosts or (ranks,)
     explained = [_explain(options, hosts, operation) for operation in options.operations]
     if options.as_json:
@@ -67,7 +67,7 @@ _LEAST_BYTES = 1 << 20  # below, it is latency that is compared
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; returns 1 when a backend that was asked for failed, else 0."""
+    """Measure, and return 1 if a backend that was asked for failed, else 0."""
     options = parse_bench(arguments)
     if options.explain:
         print_explanation(options, options.ranks or max(2, min(8, usable_cores())))
@@ -114,10 +114,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:
-    """All results, and why some backends have none."""
+    """Return all results, and why some backends have none."""
     from rich.console import Console
 
     item = DTYPES[options.dtype]
+    # reduce_scatter and all_gather need an equal part for each rank.
     sizes = [max(1, size // item // ranks) * ranks * item for size in sorted(options.sizes_bytes)]
     calls = tuple((operation, size) for operation in options.operations for size in sizes)
     copies = COPIES if options.device == "cuda" else (COPY,)
@@ -132,7 +133,7 @@ def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[l
 def keep_choice(
     options: Namespace, usable: Sequence[str], results: Sequence[Result], torch: dict[str, Any], best: str, why: str
 ) -> str:
-    """Keeps the choice on GPUs for backend "auto"; a line that says so, or why not. "" where no GPU was measured.
+    """Keep the choice on GPUs for backend "auto". Return a line that says so, or why not; "" if no GPU was measured.
 
     `usable`: all backends that these ranks could take; `torch`: what `ask_torch` found.
     """

@@ -12,8 +12,7 @@ from ...runlog.units import bandwidth
 from ..doctor.plan import COPIES, COPY, HOST_COPY
 from .options import size_name
 
-_BUCKET_BYTES = 25 << 20
-"""What torch's and our DDP exchange at once."""
+_BUCKET_BYTES = 25 << 20  # what torch's and our DDP exchange at once
 _LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
 _MEMORY_BOUND = 0.5  # of what copying reaches
 _CLEARLY = 1.2  # times as fast, so that it is not chance
@@ -26,7 +25,7 @@ _OWN_WORK = {
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What busbw is of algbw (the formulas of nccl-tests, doc/PERFORMANCE.md)."""
+    """Return busbw / algbw (the formulas of nccl-tests, doc/PERFORMANCE.md)."""
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return 1.0 if operation in ("broadcast", COPY) else (ranks - 1) / ranks
@@ -43,22 +42,22 @@ class Result:
     seconds: dict[str, float]
 
     def algbw(self, backend: str) -> float:
-        """Bytes of the tensor per second, in GB/s."""
+        """Return the bytes of the tensor per second, in GB/s."""
         return self.size_bytes / self.seconds[backend] / 1e9
 
     def busbw(self, backend: str) -> float:
-        """What each rank has to move for it, per second, in GB/s."""
+        """Return the bytes per second that each rank has to move for it, in GB/s."""
         return self.algbw(backend) * bus_factor(self.operation, self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return all figures, for programs."""
         read = {"operation": self.operation, "bytes": self.size_bytes, "dtype": self.dtype, "ranks": self.ranks}
         read |= {"seconds": self.seconds, "algbw": {name: self.algbw(name) for name in self.seconds}}
         return read | {"busbw": {name: self.busbw(name) for name in self.seconds if name not in COPIES}}
 
 
 def limits(results: Sequence[Result], backend: str, *, through_host: bool = False) -> list[str]:
-    """A sentence about small and one about large tensors.
+    """Return a sentence about small tensors and one about large ones.
 
     `through_host`: they lie on GPUs, and are copied to the host and back; nccl need not do that.
     """
@@ -91,7 +90,7 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
 
 
 def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str]:
-    """The backend for training here, and why: the fastest near the size of a gradient bucket."""
+    """Return the backend for training here, the fastest near the size of a gradient bucket, and why."""
     known = [each for each in results if each.operation == results[0].operation]
     near = min(known, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
     best, *others = sorted(backends, key=lambda name: near.seconds[name])
@@ -111,7 +110,7 @@ _FIGURE = 7  # columns of the table
 
 
 def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
-    """Bytes of the tensor per second that an all_reduce reaches at most, and what binds: "PCIe" or "host memory".
+    """Return the most bytes of the tensor per second of an all_reduce, and what binds: "PCIe" or "host memory".
 
     Args:
         gpus: ranks of one host, each with a GPU.
@@ -122,7 +121,7 @@ def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
 
 
 def explain_gpus(result: Result, gpus: int) -> list[str]:
-    """The ceiling here, and for other numbers of such GPUs, from the largest tensor's result on so many GPUs."""
+    """Return lines on the ceiling here, and for other numbers of such GPUs, from the largest tensor's result."""
     link = result.size_bytes / result.seconds[COPY]
     memory = 2 * result.ranks * result.size_bytes / result.seconds[HOST_COPY]  # each copy reads and writes
     here, binds = predict(result.ranks, link, memory)
@@ -140,7 +139,7 @@ def explain_gpus(result: Result, gpus: int) -> list[str]:
 
 
 def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
-    """Prints three columns for each backend: two fit 80 columns, and more go beyond rather than lose figures."""
+    """Print three columns for each backend. Two backends fit 80 columns; more are wider rather than lose figures."""
     rows = [["", "", *(head for name in backends for head in (name, "", "")), "copy"]]
     rows.append(["size", "operation", *("µs", "algbw", "busbw") * len(backends), "GB/s"])
     for result in results:
@@ -158,7 +157,7 @@ def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
 
 
 def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: Path) -> None:
-    """Draws bandwidth over size, a line for each backend and operation."""
+    """Draw bandwidth over size, a line for each backend and operation."""
     import matplotlib
 
     matplotlib.use("Agg")

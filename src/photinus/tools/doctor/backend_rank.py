@@ -26,9 +26,9 @@ _CHECKED_ELEMS = 4 << 20
 
 
 def give_turns(plan: Plan) -> list[dict[str, float]]:
-    """For each of the plan's calls, the median over the rounds of the slowest rank's seconds, by contestant."""
-    torch.set_num_threads(1)
-    gc.disable()
+    """Return, for each call of the plan, the median over the rounds of the slowest rank's seconds, by contestant."""
+    torch.set_num_threads(1)  # as many ranks as cores is usual, and more threads would wait for each other
+    gc.disable()  # a collection in one rank would hold up all
     members: dict[str, _Member] = {}
 
     def begin(*what: object) -> None:
@@ -38,6 +38,7 @@ def give_turns(plan: Plan) -> list[dict[str, float]]:
 
     def turn(name: str, calls: int) -> float:
         begin(name, *call)
+        # All ranks need the same figure, for they choose the next number of calls by it.
         seconds = torch.tensor(members[name].run(calls), dtype=torch.float64, device=agreeing)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
@@ -45,7 +46,7 @@ def give_turns(plan: Plan) -> list[dict[str, float]]:
     for name in plan.contestants:
         begin(name, "starts")
         members[name] = _Member(name, plan)
-    agreeing = members["nccl"].device if plan.contestants[0] == "nccl" else "cpu"
+    agreeing = members["nccl"].device if plan.contestants[0] == "nccl" else "cpu"  # nccl has no CPU tensors
     turn_s, found = plan.seconds / _ROUNDS, []
     for call in plan.calls:
         counts = {}
@@ -79,7 +80,7 @@ class _Member:
         self._call: Callable[[], object] = lambda: None
 
     def prepare(self, operation: str, size_bytes: int) -> None:
-        """Makes tensors for an operation, of which the whole one has this size, and looks whether it adds right."""
+        """Make the tensors of an operation; `size_bytes` is the size of the whole one. Check that sums are right."""
         self._call = lambda: None  # frees the tensors before
         elems, ranks, group = size_bytes // self._dtype.itemsize, self._group.size(), self._group
         has_arena = self.device.type == "cpu" and not self._is_copy
@@ -96,7 +97,7 @@ class _Member:
             self._call = through_host(whole)
             return
         part = zeros(elems if self._is_copy or operation == "all_to_all" else elems // ranks)
-        if operation == "all_reduce" and not self._is_copy:
+        if operation == "all_reduce" and not self._is_copy:  # a backend that adds wrongly may well be fast
             ones = zeros(min(elems, _CHECKED_ELEMS)).fill_(1)
             dist.all_reduce(ones, group=group)
             if not bool((ones == ranks).all()):
@@ -113,7 +114,7 @@ class _Member:
         self._call = calls[COPY if self._is_copy else operation]
 
     def run(self, calls: int) -> float:
-        """The seconds of one call, a mean over these calls after a tenth as many to warm up."""
+        """Return the seconds of one call: the mean over `calls`, after a tenth as many to warm up."""
         settle: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         torch.set_num_threads(self._threads)
         for _ in range(calls // 10 + 1):
@@ -134,7 +135,7 @@ _CHUNK_BYTES, _PLACES = 2 << 20, 8
 
 
 def through_host(tensor: Any) -> Callable[[], object]:
-    """A call that copies a GPU's tensor to locked memory of the host and back, chunk by chunk, both ways at once.
+    """Return a call that copies a GPU's tensor to locked memory of the host and back, in chunks, both ways at once.
 
     The least that carries it over the link both ways, as each rank does in an all_reduce through the host: nothing is
     added, nobody is waited for. The host only queues it.

@@ -33,7 +33,7 @@ use."""
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     several = "--hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]"
     made = Parser(
         "doctor",
@@ -54,7 +54,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examines this machine, or several hosts; returns 0 when all is well, else 1. Raises UsageError."""
+    """Examine this machine, or several hosts. Return 0 if all is well, else 1. Raise UsageError."""
     asked = parser().parse(arguments)
     if asked.hosts is not None or asked.hostfile is not None:
         return _examine_hosts(asked)

@@ -47,12 +47,12 @@ class Finding:
 def assess(
     section: str, name: str, value: str, *, bad: str = "", note: str = "", facts: dict[str, Any] | None = None
 ) -> Finding:
-    """A finding that is good unless there is advice: `bad` or `note` is what to do about it."""
+    """Return a finding that is good unless there is advice: `bad` or `note` is what to do about it."""
     return Finding(section, name, "bad" if bad else "note" if note else "good", value, bad or note, facts)
 
 
 def terminal() -> Console:
-    """Standard output, lines of at most 100 columns."""
+    """Return standard output, with lines of at most 100 columns."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -61,7 +61,7 @@ def terminal() -> Console:
 
 
 def report(findings: Sequence[Finding], *, as_json: bool = False, **more: Any) -> int:
-    """Prints the findings and a verdict (in JSON with more), and returns the exit code: 1 when something is bad."""
+    """Print the findings and a verdict (in JSON with more). Return the exit code: 1 if something is bad."""
     from rich.text import Text
 
     bad, noted = ([each.name for each in findings if each.state == state] for state in ("bad", "note"))
@@ -74,6 +74,7 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, **more: Any) -
         console.print(Text(section, "bold"))
         for each in found:
             mark, colour = _MARKS[each.state]
+            # rich would begin a wrapped line at the left edge, under the marks.
             fill = partial(textwrap.fill, width=console.width, break_on_hyphens=False)
             text = Text(fill(f"  {mark} {each.name:<16} {each.value}", subsequent_indent=_BELOW))
             text.stylize(colour, 0, 3)

@@ -22,7 +22,10 @@ _TIMES = (1, 8)  # the first to warm up
 
 
 def rate(devices: Sequence[Any], ways: Sequence[str] = _WAYS, size_bytes: int = _BYTES) -> float:
-    """Bytes per second each way on each device, all at once, each on a stream of its own. On the CPU: plain copies."""
+    """Return bytes per second each way on each device, all at once, each on a stream of its own.
+
+    On the CPU, for tests, these are plain copies.
+    """
     kind: Any = torch.cuda if devices[0].type == "cuda" else torch.cpu
     copies = []
     for device in devices:
@@ -41,20 +44,20 @@ def rate(devices: Sequence[Any], ways: Sequence[str] = _WAYS, size_bytes: int = 
             kind.synchronize(device)
         return (time.perf_counter() - begun_s) / times
 
-    for device in devices:
+    for device in devices:  # the tensors are made on other streams
         kind.synchronize(device)
     return size_bytes / [seconds(times) for times in _TIMES][-1]
 
 
 def measure(devices: Sequence[Any], size_bytes: int = _BYTES) -> dict[str, Any]:
-    """Takes some milliseconds for each device; all rates are bytes per second, each way and GPU."""
+    """Measure each device alone and all at once; all rates are bytes per second, each way and GPU."""
     ways = {**{way: (way,) for way in _WAYS}, "both": _WAYS}
     gpus = [{name: rate([device], these, size_bytes) for name, these in ways.items()} for device in devices]
     return {"gpus": gpus, "all_at_once": rate(devices, _WAYS, size_bytes)}
 
 
 def main() -> None:
-    """Looks at the GPUs that torch sees."""
+    """Look at the GPUs that torch sees."""
     everybody = range(torch.cuda.device_count())
     atomics = [[False for _ in everybody] for _ in everybody]
     if torch.version.cuda is not None:

@@ -16,7 +16,7 @@ _SHOWN = 8  # pairs
 
 
 def look_at_gpus(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
-    """All findings of GPUs; one line where there are none. `torch`: what it said, None where there is none."""
+    """Return all findings of GPUs; one where there are none. `torch`: what `ask_torch` found."""
     if torch is None or not torch["gpus"]:
         return [_none(torch, timeout_s)]
     links, error = ask_child(["-m", "photinus.tools.doctor.gpu_links"], timeout_s)

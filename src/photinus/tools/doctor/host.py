@@ -14,12 +14,13 @@ from ...runlog.units import size
 from .finding import Finding, assess
 
 _SECTION = "This host"
+# A rank has connections to ranks of other hosts, and pipes to each DataLoader worker.
 _FEW_FILES = 1024
 _LITTLE_MEMORY_BYTES, _LITTLE_SHM_BYTES = 2 << 30, 512 << 20
 
 
 def look_at_host(root: Path = Path("/")) -> list[Finding]:
-    """All findings of this host. `root` is where /proc and /sys are looked for (for tests)."""
+    """Return all findings of this host. `root` is where /proc and /sys are (for tests)."""
     return [_system(root), _processors(root), _memory(root), _memfd(), _dev_shm(root), _files(), _name()]
 
 
@@ -58,8 +59,7 @@ def _memory(root: Path) -> Finding:
 
 
 def _memfd() -> Finding:
-    """The engine's memory is a memfd: a file without a name, passed between processes by descriptor."""
-    try:
+    try:  # the engine's memory: a file without a name, passed between processes by descriptor
         with open(os.memfd_create("photinus-doctor"), "wb") as file:
             file.write(bytes(1 << 20))
     except OSError as error:
@@ -91,7 +91,7 @@ def _files() -> Finding:
 
 
 def _name() -> Finding:
-    """gloo and torch look up the host's own name; where it does not resolve, gloo fails or listens elsewhere."""
+    # gloo and torch look up the host's own name: if it does not resolve, gloo fails or listens elsewhere.
     name = socket.gethostname()
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
@@ -107,6 +107,6 @@ def _name() -> Finding:
 
 
 def _values(path: Path) -> dict[str, str]:
-    """What a file of the kernel says, by name; of a name that comes often, the last."""
+    """Return a file of the kernel as names and values; of a name that comes often, the last."""
     pairs = (line.partition(":") for line in text_of(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}

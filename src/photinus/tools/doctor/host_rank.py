@@ -32,16 +32,16 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All ordered pairs of hosts, in rounds in which no host takes part twice: one sum of two numbers for each."""
+    """Return all ordered pairs of hosts, in rounds in which each host takes part at most once."""
     found = []
-    for total in range(count):
+    for total in range(count):  # a host is in one pair of each sum
         matches = [(one, (total - one) % count) for one in range(count) if one < (total - one) % count]
         found += [matches, [(second, first) for first, second in matches]]
     return [matches for matches in found if matches]
 
 
 def main(timeout_s: float) -> None:
-    """Measures, as the rank of this host."""
+    """Measure as the rank of this host."""
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # nobody handles the signal: it ends this process
     import torch
     from torch._C._distributed_c10d import PrefixStore, TCPStore

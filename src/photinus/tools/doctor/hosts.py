@@ -45,12 +45,18 @@ class Pair:
 
 
 def troubles_of(names: Sequence[str], said: str) -> dict[str, str]:
-    """What the launcher says of hosts because of which the job failed; of all of them, where it blames none."""
+    """Return why the job failed, by host: the launcher's reasons against hosts, or its last line for all of them.
+
+    Args:
+        names: hosts of the job; they meet at the first.
+        said: output of the launcher.
+    """
     found = {}
     for name in names:
         blamed = re.search(rf"\bhost {re.escape(name)}(?:: (?:\w+: )?| (?=\(.*\) was |was ))(.*)", said)
         if blamed is not None:
             found[name] = blamed[1].removesuffix(" Nothing was started.")
+    # A host that reaches no other cannot say so: the others wait for it in vain, and list who is there.
     here = re.search(r"hosts ready within .*; here: (.*)", said)
     if here is not None and not found:
         absent = [name for name in names if name not in re.split(r"[ (),]+", here[1])]
@@ -62,7 +68,7 @@ def troubles_of(names: Sequence[str], said: str) -> dict[str, str]:
 def look_at_hosts(
     hosts: Sequence[Host], ssh: str, ssh_port: int | None, timeout_s: float
 ) -> tuple[list[Finding], list[Pair]]:
-    """All findings of the hosts, and what was measured between them."""
+    """Return all findings of the hosts, and what was measured between them."""
     facts: dict[str, dict[str, Any]] = {}
     troubles: dict[str, str] = {}
     pairs: list[Pair] = []
@@ -76,7 +82,7 @@ def look_at_hosts(
             told["clock_ahead_s"] = told.pop("clock_s") - time.time()
             facts[left[told.pop("rank")].name] = told
 
-    while left:
+    while left:  # a job needs all of its hosts, so those that cannot take part are left out
         pairs.clear()
         said = JobOutput(hear)
         with contextlib.redirect_stdout(said):
@@ -88,7 +94,8 @@ def look_at_hosts(
 
 
 def _start_ranks(hosts: Sequence[Host], ssh: str, ssh_port: int | None, timeout_s: float) -> int:
-    """Runs a rank on each of the hosts, and returns the job's exit code."""
+    """Run a rank on each of the hosts and return the job's exit code."""
+    # The host file is memory of this process: nothing is left behind, however it ends.
     with open(os.memfd_create("photinus-hosts"), "w") as file:
         file.writelines(f"{host.destination} slots=1\n" for host in hosts)
         file.flush()
@@ -99,7 +106,7 @@ def _start_ranks(hosts: Sequence[Host], ssh: str, ssh_port: int | None, timeout_
 
 
 def judge(facts: Mapping[str, Mapping[str, Any]], troubles: Mapping[str, str], pairs: Sequence[Pair]) -> list[Finding]:
-    """What all this means, by host and by pair.
+    """Return what all this means, by host and by pair.
 
     Args:
         facts: what each host said of itself.
@@ -152,7 +159,7 @@ def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]
 
 
 def print_pairs(names: Sequence[str], pairs: Sequence[Pair], width: int) -> None:
-    """Prints what was found from each row to each column; as many columns at once as fit."""
+    """Print what was found from each row's host to each column's, with as many columns at once as fit."""
     cells = {(name, name): "–" for name in names}
     for pair in pairs:
         trip = f"{pair.rtt_s * 1e3:.2f}" if pair.rtt_s else "?"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 COPY, HOST_COPY = COPIES = ("copy", "copy in host memory")
-"""No backends: what all ranks take to copy their tensor at once (those on GPUs: to the host and back); and to copy as
-much in the host's memory, where tensors lie on GPUs."""
-_MARK = "\x00told: "
+"""Not backends. All ranks copy their tensors at once: within memory, or from the GPU to the host and back; and, where
+tensors are on GPUs, as much within the host's memory. No all_reduce can be much faster."""
+_MARK = "\x00told: "  # libraries print on the same stream, and the launcher puts a rank's number in front of a line
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Plan:
     Attributes:
         contestants: backends and COPIES; the first is a backend, over which the ranks also agree.
         calls: operations, each with the bytes of the whole tensor.
-        seconds: how long a contestant's turns last for each of them, about.
-        timeout_s: until a rank that does not get on is ended.
+        seconds: approximate time of a contestant's turns for each call.
+        timeout_s: seconds after which a rank that makes no progress is killed.
     """
 
     contestants: tuple[str, ...]
@@ -34,12 +34,12 @@ class Plan:
 
 
 def tell(**facts: Any) -> None:
-    """Prints, in a rank, what a `JobOutput` hears."""
+    """Send facts from a rank to the command's `JobOutput`."""
     print(_MARK + json.dumps(facts), flush=True)
 
 
 class JobOutput(io.StringIO):
-    """What a job prints: `hear` gets what ranks `tell`, and `rest` is all else."""
+    """Output of a job, in place of sys.stdout: `hear` gets what ranks `tell`, and all other lines are in `rest`."""
 
     def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class JobOutput(io.StringIO):
         self._hear, self._open = hear, ""
 
     def write(self, text: str) -> int:
-        """Takes in what has come."""
+        """Take the next piece of output, which may end anywhere in a line."""
         *lines, self._open = (self._open + text).split("\n")
         for line in lines:
             _, mark, told = line.partition(_MARK)

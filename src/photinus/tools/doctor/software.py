@@ -38,7 +38,7 @@ Answer = tuple[dict[str, Any] | None, str]
 
 
 def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
-    """The JSON that a program of this Python prints last; or None, and why not."""
+    """Return the JSON object that a program of this Python prints last; or None, and why not."""
     try:
         asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -52,17 +52,17 @@ def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
 
 
 def ask_torch(timeout_s: float) -> Answer:
-    """What torch says, in a child process, of its versions, backends and GPUs."""
+    """Ask torch, in a child process, for its versions, backends and GPUs."""
     return ask_child(["-c", _ASK_TORCH], timeout_s)
 
 
 def ask_engine(timeout_s: float, *words: str) -> Answer:
-    """What the engine says of itself here, or to `words` (photinus.engine says which there are)."""
+    """Ask the engine what it is here, or what it answers to `words` (see photinus.engine)."""
     return ask_child(["-m", "photinus.engine", *words], timeout_s)
 
 
 def look_at_software(torch: Answer, engine: Answer) -> list[Finding]:
-    """Python, Photinus, its engine and torch."""
+    """Return the findings of Python, Photinus, its engine and torch."""
     python = f"{platform.python_version()} ({sys.executable}), Photinus {__version__}"
     return [assess(_SECTION, "Python", python), _engine(*engine), _torch(*torch)]
 
@@ -109,12 +109,12 @@ _ADVICE = {
 
 
 def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
-    """Tries photinus, gloo, nccl and ucc, where this torch has them."""
+    """Try photinus, gloo, nccl and ucc, where this torch has them."""
     if torch is None or not torch["distributed"]:
         return []
     gpus, has = len(torch["gpus"]), torch["available"]
     found = try_backends(["photinus", "gloo", *(["ucc"] if has["ucc"] else [])], timeout_s)
-    if has["nccl"] and gpus:
+    if has["nccl"] and gpus:  # in a job of its own: nccl takes one rank per GPU
         found += try_backends(["nccl"], timeout_s, ranks=min(2, gpus))
     elif has["nccl"]:
         found.append(Finding(_BACKENDS, "nccl", "absent", "there is no GPU to try it on"))
@@ -126,11 +126,11 @@ def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Fin
 
 
 def try_backends(names: Sequence[str], timeout_s: float, ranks: int = 2) -> list[Finding]:
-    """What becomes of some backends in the same ranks."""
+    """Try backends in the same ranks, and return a finding for each."""
     calls = (("all_reduce", _SMALL_BYTES), ("all_reduce", _LARGE_BYTES))
     try:
         measured, absent = measure(Plan(tuple(names), calls, seconds=0.1, timeout_s=timeout_s), ranks)
-    except LaunchError as error:
+    except LaunchError as error:  # no rank was started: the other findings are worth as much
         measured, absent = [], dict.fromkeys(names, str(error))
     found = []
     for name in names:

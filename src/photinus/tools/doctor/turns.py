@@ -23,9 +23,9 @@ from .plan import COPIES, JobOutput, Plan
 def measure(
     plan: Plan, ranks: int, show: Callable[[str], object] = lambda text: None
 ) -> tuple[list[dict[str, float]], dict[str, str]]:
-    """For each of the plan's calls, the seconds that it takes on the slowest rank, by contestant; and who failed, why.
+    """Return, for each call of the plan, its seconds on the slowest rank by contestant; and which backends failed, why.
 
-    After a failure the others start again. `show` gets a line about what begins.
+    After a failure the other contestants start again. `show` gets a line about what begins.
 
     Raises:
         LaunchError: ranks cannot be started from here, or cannot even copy.
@@ -39,6 +39,7 @@ def measure(
         show(" ".join(begun))
 
     while left and left[0] not in COPIES:
+        # Figures of before the failure are dropped: a backend that hangs or crashes may have slowed the others.
         said = JobOutput(hear)
         begun[:] = left[:1]
         given = replace(plan, contestants=tuple(left)), visible
@@ -48,8 +49,9 @@ def measure(
         except LaunchError as error:
             if not said.rest or begun[0] in COPIES:
                 raise
+            # Of several ranks that fail, the launcher's first line names the one that failed first.
             lines = said.rest.splitlines()
-            cause = next((line for line in lines if line.startswith("rank ")), lines[-1])  # in the launcher's words
+            cause = next((line for line in lines if line.startswith("rank ")), lines[-1])
             is_late = error.exit_code == 128 + signal.SIGALRM
             absent[begun[0]] = LATE.format(plan.timeout_s) if is_late else cause
             left.remove(begun[0])
@@ -57,12 +59,12 @@ def measure(
 
 
 def measure_here(plan: Plan, visible: str | None) -> list[dict[str, float]]:
-    """Measures, as one of the ranks. `visible`: CUDA_VISIBLE_DEVICES of the command; None: it is not set there."""
+    """Measure as one of the ranks. `visible`: CUDA_VISIBLE_DEVICES of the command; None: it is not set there."""
     # Nobody handles the signal, so it ends a rank in C++ too, which takes no exception while it waits.
     signal.setitimer(signal.ITIMER_REAL, plan.timeout_s)
     # The launcher hid the GPUs, for it would give each rank one of its own: ranks may share them here.
     os.environ.pop(VISIBLE, None)
     os.environ.update({} if visible is None else {VISIBLE: visible})
-    from .backend_rank import give_turns  # imports torch
+    from .backend_rank import give_turns  # torch reads the variable, and the command imports no torch
 
     return give_turns(plan)
