@@ -55,6 +55,7 @@ OUT, BOTH = frozenset({"out"}), frozenset({"out", "err"})
         ("--max-restarts=0 x.py --cpu -- -m y",
          JobSpec(Program("script", "x.py", ("--cpu", "--", "-m", "y")), max_restarts=0)),
         ("-m a.b -x 1", JobSpec(Program("module", "a.b", ("-x", "1")))),
+        ("-m '' -x 1", JobSpec(Program("module", "", ("-x", "1")))),  # a variable of the shell that is not set
         ("--module=a.b -x 1", JobSpec(Program("module", "a.b", ("-x", "1")))),
         ("--module a.b -x 1", JobSpec(Program("module", "a.b", ("-x", "1")))),
         ("--no-python bash -c true", JobSpec(Program("program", "bash", ("-c", "true")))),

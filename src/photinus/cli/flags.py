@@ -273,7 +273,7 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
         raise UsageError(str(error)) from None
     _read_rendezvous(typed, given)
     _refuse_contradictions(typed, given)
-    words = [*filter(None, [typed.get("module")]), *values.rest]
+    words = [typed["module"], *values.rest] if "module" in typed else list(values.rest)
     if not words:
         raise UsageError(
             "which script? Usage: photinus run [flags] script.py [arguments]; `photinus run --help` lists the flags."
