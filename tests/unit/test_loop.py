@@ -421,17 +421,6 @@ def test_columns_of_the_loop_cannot_be_logged_over(world: Any) -> None:
 # -- wrong use, told before work starts -------------------------------------------------------------------------------
 
 
-def test_a_batch_size_beyond_the_data_is_refused(world: Any) -> None:
-    with pytest.raises(ValueError, match=r"batch_size=64 is more than the 12 samples"):
-        _loop(batch_size=64)
-
-
-@pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"validate_every_steps": 0}])
-def test_numbers_below_one_are_refused(world: Any, tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        _loop(**{"out": tmp_path, **options})
-
-
 def test_what_cannot_be_right_about_saving_is_told_at_once_where_it_is_written() -> None:
     with pytest.raises(ValueError, match=r"every_epochs=0 is too small.*\nkeep_last=0.*\nevery_steps=-1"):
         Saving(every_steps=-1, every_epochs=0, keep_last=0)
@@ -466,20 +455,27 @@ def test_an_option_that_is_not_there_names_what_to_write(function: Any, name: st
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "words"),
     [
-        ({"resume": True}, 'resume=True: needs "auto", "never", or the path'),
-        ({"save": 500}, r"save=500: needs a photinus\.Saving"),
-        ({"report": False}, r"report=False: needs a photinus\.Reporting"),
-        ({"out": 3}, "out=3: needs the path"),
-        ({"state": [1]}, r"state=\[1\]: needs a dict"),
-        ({"config": 5}, "config is a int, but a dict"),
+        ({"batch_size": 64}, ValueError, "batch_size=64 is more than the 12 samples"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"epochs": 0}, ValueError, "epochs=0"),
+        ({"validate_every_steps": 0}, ValueError, "validate_every_steps=0"),
+        ({"dataset": "absent"}, TypeError, r"'absent' is a path, not a dataset \(and it does not exist"),
+        ({"dataset": "/tmp"}, TypeError, "is a path, not a dataset"),
+        ({"resume": True}, TypeError, 'resume=True: needs "auto", "never", or the path'),
+        ({"resume": "absent", "out": None}, CheckpointError, "resume='absent': nothing is there"),
+        ({"save": 500}, TypeError, r"save=500: needs a photinus\.Saving"),
+        ({"report": False}, TypeError, r"report=False: needs a photinus\.Reporting"),
+        ({"out": 3}, TypeError, "out=3: needs the path"),
+        ({"state": [1]}, TypeError, r"state=\[1\]: needs a dict"),
+        ({"config": 5}, TypeError, "config is a int, but a dict"),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_refused_before_the_folder_is_touched(
-    world: Any, tmp_path: Path, options: dict[str, Any], words: str
+def test_what_is_wrong_is_refused_before_the_folder_is_touched(
+    world: Any, tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(error, match=words):
         _loop(**{"out": tmp_path / "run", **options})
     assert not (tmp_path / "run").exists()
 
@@ -493,13 +489,6 @@ def test_numbers_of_numpy_are_taken(world: Any, tmp_path: Path) -> None:
     options = json.loads((tmp_path / "config.json").read_text())["options"]
     names = ("epochs", "batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "save_keep_last")
     assert [options[name] for name in names] == [2] * 6
-
-
-def test_a_path_instead_of_a_data_set_is_refused(world: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"absent' is a path, not a dataset \(and it does not exist"):
-        _loop(str(tmp_path / "absent"))
-    with pytest.raises(TypeError, match="is a path, not a dataset"):
-        _loop(str(tmp_path))
 
 
 def test_a_model_without_parameters_is_refused(world: Any) -> None:
@@ -529,12 +518,9 @@ def test_a_scheduler_of_another_optimizer_is_refused(world: Any) -> None:
     photinus.Loop(model, optimizer, Numbered(8), state={"scheduler": scheduler, "other": other}, **options)
 
 
-def test_an_unknown_strategy_is_refused_with_those_there_are(world: Any) -> None:
+def test_wrap_refuses_an_unknown_strategy_and_a_model_that_is_wrapped(world: Any) -> None:
     with pytest.raises(ValueError, match=r"unknown strategy 'dpp'.*'ddp'"):
         photinus.wrap(torch.nn.Linear(1, 1), strategy="dpp")
-
-
-def test_a_model_is_wrapped_only_once(world: Any) -> None:
     with pytest.raises(ValueError, match="wrapped already"):
         photinus.wrap(photinus.wrap(torch.nn.Linear(1, 1)))
 
@@ -547,13 +533,6 @@ def test_the_optimizer_keeps_stepping_the_wrapped_model(world: Any) -> None:
     optimizer.step()
     changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert all(changed)
-
-
-def test_a_resume_path_where_nothing_is_is_refused(world: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"resume='.*absent': nothing is there"):
-        _loop(resume=tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="nothing is there"):
-        _loop(resume="latest", out=tmp_path)
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
