@@ -461,6 +461,7 @@ class Loop:
         return batch
 
     def _restore_random_numbers(self) -> None:
+        # Not before: making models and data sets draws numbers, and a resumed script makes them again.
         if self._rng is not None:
             rng.restore(self._rng)
             self._rng = None

@@ -346,6 +346,7 @@ def find_checkpoint(path: Path, *, best: str | None = None, step: int | None = N
     """
     inside = path / CHECKPOINTS
     folder = CheckpointFolder(inside if inside.is_dir() else path, best=best)
+    # Users give what they have: a run, its folder of checkpoints, or one of these.
     found: Checkpoint | None
     is_checkpoint = (path / NAME).exists() and best is None and step is None
     if is_checkpoint or not (inside.is_dir() or folder._paths()):

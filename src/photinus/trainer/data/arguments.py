@@ -109,6 +109,7 @@ def place(rank: Any, world_size: Any) -> tuple[int, int]:
     """(rank, world_size), checked: 0 <= rank < world_size. Raises TypeError, ValueError."""
     world_size = whole_number("world_size", world_size, least=1)
     rank = whole_number("rank", rank)
+    # With a wrong world size samples would be left out or done twice, and nothing would show it.
     if rank >= world_size:
         raise ValueError(f"rank={rank} does not exist in a world of {world_size}: ranks go from 0 to {world_size - 1}")
     return rank, world_size
@@ -116,6 +117,7 @@ def place(rank: Any, world_size: Any) -> tuple[int, int]:
 
 def check_dataset(dataset: Any) -> None:
     """Refuses what cannot be divided among ranks and found again after a resume."""
+    # The commonest slip in scripts that read a path from the command line; a text has a length and items, too.
     if isinstance(dataset, (str, os.PathLike)):
         path = Path(dataset)
         absent = "" if path.exists() else f" (and it does not exist, seen from {Path.cwd()})"
@@ -123,12 +125,14 @@ def check_dataset(dataset: Any) -> None:
             f"{str(path)!r} is a path, not a dataset{absent}: open it with a class that has __len__ and __getitem__ (a "
             f"folder of images, say, with torchvision.datasets.ImageFolder) and give that to the loader"
         )
+    # Nothing tells how many samples it has, or how to come back to one: both are needed to resume with the same bits.
     if isinstance(dataset, IterableDataset):
         raise TypeError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided among ranks or found "
             f"again after a resume: give it __len__ and __getitem__ (a map-style dataset), or iterate over it yourself "
             f"with each rank reading its own part"
         )
+    # ImageFolder for ImageFolder(path): a class has __len__ and __getitem__, too, and would fail only in a worker.
     if isinstance(dataset, type):
         raise TypeError(f"a dataset is needed; this is the class {dataset.__name__}, not an object of it")
     missing = [] if hasattr(dataset, "__len__") else ["__len__"]
@@ -159,6 +163,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
                 f"Give its data set (data_loader.dataset) with batch_size=... over all ranks, and do the rest in the "
                 f"data set, in collate_fn or in the loop's body."
             )
+    # What is not looked at (pin_memory, generator) decides nothing of the result: the order is drawn here.
     dataset, sampler, batch_size = data_loader.dataset, data_loader.sampler, data_loader.batch_size
     replaces = isinstance(sampler, RandomSampler) and (
         sampler.replacement or sampler.num_samples != len(sampler.data_source)

@@ -253,6 +253,7 @@ class Loader:
             TypeError, ValueError: not a whole number, or below 0.
         """
         epoch, self._is_placed = whole_number("epoch", epoch), True
+        # Scripts call it at each epoch's begin, also right after a resume inside that epoch, whose place must stay.
         if epoch != self._next[0]:
             self._next = self._position = (epoch, 0)
 
@@ -365,10 +366,12 @@ class Loader:
         shares = self.shares  # not self: a cycle, when collected, waits 5 s for each worker
 
         def requests() -> Iterator[Request]:
+            # Remembered in the order of the requests, in which torch's DataLoader hands the batches out.
             for index in range(start, len(shares)):
                 asked.append(shares.batch(epoch, index))
                 yield Request(epoch, asked[-1].indices)
 
+        # Persistent workers read one plan after the other: a pass that was overtaken would get the new one's batches.
         self._passes = this_pass = self._passes + 1
         self._requests.plan = requests()
         # Workers start here, and read ahead: their requests have to be there before.
@@ -394,6 +397,7 @@ class Loader:
             yield
         except (RuntimeError, OSError) as error:
             where = f"rank {self.shares.rank}, epoch {epoch}, batch {index}"
+            # By its text: torch raises a plain RuntimeError.
             if self._num_workers and "timed out" in str(error):
                 raise LoaderTimeoutError(
                     f"no batch came from the {self._num_workers} loader workers within {self._timeout_s} s "
@@ -460,6 +464,7 @@ def train_batches(
 
 def note_place(text: str) -> None:
     """Lets ranks that miss this one later read how far its loop was when it ended; "" takes it back."""
+    # Only backend photinus can pass it on; under others there is nothing to do.
     set_reason = getattr(dist.group.WORLD, "set_reason", None) if dist.is_initialized() else None
     if set_reason is not None:
         set_reason(text)

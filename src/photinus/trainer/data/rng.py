@@ -41,6 +41,7 @@ def derive_seed(*parts: int | str) -> int:
 
     The same on every machine and with every version of Python, numpy and torch.
     """
+    # A hash and not a sum: seeds 1 and 2 of ranks 2 and 1 would be the same, and neighbours give related streams.
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") % (1 << 63)
 
@@ -56,6 +57,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     Raises:
         TypeError, ValueError: not such a number.
     """
+    # Rank 0 draws what a process that is alone draws, so a run on one rank is the reference for all others.
     seed, rank = check_seed(seed), whole_number("rank", rank)
     if rank:
         seed = derive_seed(seed, "rank", rank)
@@ -124,6 +126,7 @@ def _numpy_mark() -> bytes:
         words = ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
         if words == _last_mark[0]:
             return _last_mark[1]
+    # The words alone are not all of it: a second normal may lie in reserve, so the whole state is looked at.
     state = random_state.get_state(legacy=False)  # takes 50 us, as it copies word by word
     _last_mark = (b"" if state["has_gauss"] else words, pickle.dumps(state))
     return _last_mark[1]
@@ -142,6 +145,7 @@ def capture() -> dict[str, Any]:
         "python": version, words (int64 [625]), gauss; "torch": uint8 bytes; when numpy is imported "numpy": words
         (int64 [624]), position, has_gauss, gauss; when this process uses CUDA "cuda": uint8 bytes, current device.
     """
+    # As tensors and numbers, which a checkpoint can hold without code that would have to run.
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
@@ -179,6 +183,7 @@ def restore(state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: `state` is not what `capture` returns.
     """
+    # All is made before anything is set: half of a state would be a run that nobody can repeat.
     try:
         python = state["python"]
         gauss = None if python["gauss"] is None else float(python["gauss"])
@@ -201,10 +206,12 @@ def restore(state: Mapping[str, Any]) -> None:
             numpy = _numpy()
         except ImportError:
             warnings.warn("the state holds numpy's, but numpy is not installed here", RuntimeWarning, stacklevel=2)
+    # All of it was checked: from here on nothing raises.
     random.setstate(python_state)
     if numpy_state is not None and numpy is not None:
         numpy.random.set_state(numpy_state)
     torch.default_generator.set_state(torch_state)
+    # Last: it goes to the device that is current now, which the session has chosen before.
     if cuda_state is not None:
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(cuda_state)

@@ -76,6 +76,7 @@ class GlobalBatches:
         self.batch_size = whole_number("batch_size", batch_size, least=1)
         self.seed = check_seed(seed)
         self.shuffle, self.drop_last = _flag("shuffle", shuffle), _flag("drop_last", drop_last)
+        # Said apart, for the sizes below would blame the batch size.
         if self.samples == 0:
             raise ValueError("the dataset is empty (0 samples): is its path or split right?")
         # A rank without a sample has no loss, and its backward would not take part in the exchange.
@@ -85,6 +86,7 @@ class GlobalBatches:
                 f"needs one in every batch. batch_size counts the samples of one step over all ranks: use at least "
                 f"{self.world_size}, or at most {self.batch_size} ranks."
             )
+        # With drop_last the epoch would have no batch, and a loop would never end it.
         if self.batch_size > self.samples:
             raise ValueError(
                 f"batch_size={self.batch_size} is more than the {self.samples} samples of the dataset: not one batch "
@@ -147,6 +149,7 @@ class ShardedOnce:
         self.rank, self.world_size = place(rank, world_size)
         self.samples = whole_number("samples", samples)
         self.indices: Sequence[int] = range(*_part(self.samples, self.rank, self.world_size))
+        # Rounded up, so that no rank needs more batches than one process would.
         self._share = -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
 
     def __len__(self) -> int:
@@ -166,6 +169,7 @@ class ShardedOnce:
 
 def _part(size: int, rank: int, world_size: int) -> tuple[int, int]:
     """[begin, end) of rank's contiguous part of `size` things; the first `size % world_size` ranks have one more."""
+    # The longer parts come first, so that where a part begins follows from its rank alone.
     base, extra = divmod(size, world_size)
     begin = rank * base + min(rank, extra)
     return begin, begin + base + (rank < extra)

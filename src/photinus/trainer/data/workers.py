@@ -59,9 +59,11 @@ class Fetch:
         return len(self.dataset)
 
     def __getitem__(self, request: Request) -> Any:
+        # Each process looks for itself: a worker shares nothing with its rank.
         known = [] if self._has_looked else self._look(request)
         while True:
             batch, moved = self._watched(partial(self._batch, request, known))
+            # Seen once, a generator is seeded from then on, so this ends: at the latest when all are.
             if not moved:
                 return batch
             known = []
@@ -148,6 +150,7 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         """Torch's DataLoader calls this in each worker with the worker's number."""
+        # Unblocked only when the handlers are there: a signal that came while Python started would end the worker.
         for number in _FOR_THE_RANK:
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)

@@ -287,7 +287,7 @@ def _under_way_s() -> dict[int, float]:
 def memory_bytes(device: torch.device) -> tuple[int, int, int, int]:
     """(resident, peak resident, held by tensors on the GPU, the most of that), in bytes; 0 for what cannot be known.
 
-    Costs some 20 us; on a GPU it asks torch's allocator, and does not wait for the device. The peak counts from the
+    Costs some 30 us; on a GPU it asks torch's allocator, and does not wait for the device. The peak counts from the
     process's beginning.
     """
     found = {"VmHWM": 0, "VmRSS": 0}
