@@ -28,24 +28,9 @@ def main(what: str, folder: Path) -> None:
         x = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
         model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 16))
         model, optimizer = photinus.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-3))
-        options = (
-            {}
-            if what == "first-step"
-            else {
-                "out": folder / "run",
-                "save": photinus.Saving(every_steps=10),
-                "report": photinus.Reporting(curves=False),
-            }
-        )
-        loop = photinus.Loop(
-            model,
-            optimizer,
-            TensorDataset(x, x),
-            batch_size=32,
-            epochs=8,
-            report=photinus.Reporting(progress=False),
-            **options,
-        )
+        options = {} if what == "first-step" else {"out": folder / "run", "save": photinus.Saving(every_steps=10)}
+        options["report"] = photinus.Reporting(progress=False, curves=False)
+        loop = photinus.Loop(model, optimizer, TensorDataset(x, x), batch_size=32, epochs=8, **options)
         for given, wanted in loop:
             loop.backward(mse_loss(model(given), wanted))
             loop.clip(1.0)
