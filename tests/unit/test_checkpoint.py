@@ -357,6 +357,7 @@ with lock_folder(Path({str(tmp_path)!r})):
         ({"state": {"../escape": 1}}, ValueError, "'../escape' cannot name a file"),
         ({"state": {"manifest.json/x": 1}}, ValueError, "cannot name a file"),
         ({"state": {"f": {"here": [len]}}}, TypeError, r"f\['here'\]\[0\] is a builtins.builtin_function_or_method"),
+        ({"state": {"n": 1 << 3000}}, TypeError, r"n is a number of 3001 bits, which could be saved and not be loaded"),
         ({"description": {"path": Path()}}, TypeError, "JSON serializable"),
     ],
 )

@@ -419,3 +419,13 @@ def test_a_prefix_of_a_wrapper_comes_off_before_names_that_begin_with_module(tmp
     torch.save({"model": before.state_dict()}, tmp_path / "state.pt")
     load(tmp_path / "state.pt", model=after)
     assert equal(after.module.state_dict(), unwrap(before).module.state_dict())  # type: ignore[union-attr]
+
+
+def test_a_link_to_the_file_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "latest.pt").symlink_to(tmp_path / "disk" / "a.pt")
+    for step in (1, 2):
+        save(tmp_path / "latest.pt", step=step)
+    assert (tmp_path / "latest.pt").is_symlink()
+    assert load(tmp_path / "disk" / "a.pt") == {"step": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "latest.pt"]

@@ -120,6 +120,11 @@ def test_a_metric_of_the_whole_batch_is_refused(world: Any) -> None:
         photinus.evaluate(Net(), points(16), lambda x, y: right(x, y).float().mean())
 
 
+def test_a_complex_metric_is_refused(world: Any) -> None:
+    with pytest.raises(ValueError, match=r"'metric' gave torch.complex64 values, but real numbers are needed"):
+        photinus.evaluate(Net(), points(16), lambda x, y: torch.complex(y.float(), y.float()).flatten())
+
+
 def test_what_is_no_model_or_no_metric_is_refused(world: Any) -> None:
     with pytest.raises(TypeError, match="model is a function, but evaluate needs"):
         photinus.evaluate(right, points(16), right)  # type: ignore[call-overload]

@@ -676,6 +676,16 @@ def test_two_models_with_equal_layers_keep_their_own_momentum(tmp_path: Path, wo
     assert {name: both.state[critics[name].weight]["momentum_buffer"].item() for name in "ab"} == kept
 
 
+def test_a_loop_that_is_over_leaves_no_hook_on_the_optimizer(world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in (loop := photinus.Loop(model, optimizer, Numbered(12), batch_size=4, epochs=1, report=QUIET)):
+        assert optimizer._optimizer_step_post_hooks
+        loop.record(_loss(loop))
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_raised_epochs_go_on_from_the_end(tmp_path: Path) -> None:
     train(tmp_path, epochs=2)
     assert train(tmp_path, epochs=3)["fingerprint"] == train(None, epochs=3)["fingerprint"]

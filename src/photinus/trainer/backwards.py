@@ -56,10 +56,6 @@ class Backwards:
         self._used = [0] * len(optimizers)
         self._evaluations = 0  # of the closure of the step that is under way
         self.rate: Any = None  # of the first optimizer's last step: its scheduler may have moved on since
-        for place, optimizer in enumerate(optimizers):
-            if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_pre_hook(partial(self._before_step, place))
-                optimizer.register_step_post_hook(partial(self._after_step, place))
 
     @property
     def unstepped(self) -> bool:
@@ -73,6 +69,9 @@ class Backwards:
             return
         self._steps = OptimizerSteps(ended=self._note_inner_step)
         for place, optimizer in enumerate(self._optimizers):
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, place)))
+                self._hooks.append(optimizer.register_step_post_hook(partial(self._after_step, place)))
             parameters = _parameters_of(optimizer)
             # Of parts of parameters no hook runs while gradients are not averaged.
             if len(self._optimizers) == 1 or any(map(is_split, parameters)):

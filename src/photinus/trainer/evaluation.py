@@ -206,6 +206,8 @@ def _values_of_this_rank(
                             f"[{batch.samples}] is needed: one value per sample, so that the mean over all samples is "
                             f'exact (for a loss: reduction="none")'
                         )
+                    if values.is_complex():
+                        raise ValueError(f"metric {name!r} gave {values.dtype} values, but real numbers are needed")
                     found[name].append(values.detach().double())
             for batch in _batches_of(batches, idle):
                 forward(model, batch.data)

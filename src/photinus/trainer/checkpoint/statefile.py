@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **
 def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
     """Writes plain states into `path`, atomically, replacing what was there. Raises TypeError, CheckpointError."""
     plain = PlainState(dict(states), "state")
-    path = path.absolute()
+    path = Path(os.path.realpath(path))  # as torch.save does, what a link leads to is written, and not the link
     try:
         with explain_no_space(path.parent, plain.needed_bytes):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ _LIKE_ITS_PARAMETER = re.compile(  # in the states of torch's optimizers
     "exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|grad_avg|acc_delta|sum|prev|ax"
 )
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+_LONGEST_INT_BITS = 255 * 8 - 1  # of a pickle's short form, the only one that torch.load(weights_only=True) takes
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
@@ -100,6 +101,8 @@ class PlainState:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, where)
+        if kind is int and value.bit_length() > _LONGEST_INT_BITS:
+            raise TypeError(f"{where} is a number of {value.bit_length()} bits, which could be saved and not be loaded")
         if kind in _AS_THEY_ARE:
             self.needed_bytes += 4 * len(value) if isinstance(value, (str, bytes)) else 0
             return value
