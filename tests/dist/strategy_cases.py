@@ -352,6 +352,36 @@ class Cases:
         training.optimizer.zero_grad()
         return {"steps": training.run(range(1, 3)), **numbers(training.states())}
 
+    def late_optimizer(self, strategy: str, when: str) -> Any:
+        """The weights after steps of an optimizer that was not given to wrap, or the error.
+
+        Before each step, or in its closure, stands one more forward with gradients, as for an accuracy.
+        """
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = [optimizer] if strategy == "zero1" else []
+        model = photinus.wrap(model, *given, strategy=strategy)
+        model = model[0] if given else model
+        if when == "gathered":
+            model(torch.ones(1, 4))
+        if when != "before":
+            kind = torch.optim.Muon if when == "Muon" else torch.optim.SGD
+            optimizer = kind([p for p in model.parameters() if p.dim() == 2], lr=0.1)
+
+        def closure() -> Tensor:
+            loss = model(torch.full((2, 4), 1.0 + self.rank)).square().mean()
+            loss.backward()
+            return loss + 0.0 * model(torch.ones(2, 4)).sum()
+
+        try:
+            for _ in range(3):
+                optimizer.step(closure) if when == "closure" else (closure(), optimizer.step())
+                optimizer.zero_grad()
+        except (photinus.PhotinusError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return numbers(state_of(model))
+
     def nested_no_sync(self, strategy: str) -> Any:
         """Whether leaving an inner no_sync leaves the outer one in force, and gradients differ between the ranks."""
         training = Training(strategy)

@@ -215,6 +215,28 @@ def test_a_validation_between_backward_and_step_does_not_train_stale_parameters(
         assert two.ask({"do": "evaluate_inside_step", "strategy": strategy})[0] == ddp
 
 
+def test_a_forward_before_the_step_of_a_late_optimizer_does_not_train_stale_parameters(two: RankPool) -> None:
+    for when in ("after", "closure"):
+        ddp = two.ask({"do": "late_optimizer", "strategy": "ddp", "when": when})[0]
+        for strategy in ZERO:
+            assert two.ask({"do": "late_optimizer", "strategy": strategy, "when": when})[0] == ddp, (when, strategy)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_an_optimizer_that_would_train_nothing_of_a_split_model_is_refused_at_its_step(
+    two: RankPool, strategy: str
+) -> None:
+    told = two.ask({"do": "late_optimizer", "strategy": strategy, "when": "before"})
+    for error in told:
+        assert "SGD.step() would train nothing: it was made before photinus.wrap" in error
+        assert "part of 0.weight of Sequential" in error
+    for error in two.ask({"do": "late_optimizer", "strategy": "zero2", "when": "gathered"}):
+        assert "made between a forward and its backward" in error
+    for error in two.ask({"do": "late_optimizer", "strategy": strategy, "when": "Muon"}):
+        assert "TypeError: strategy 'zero" in error
+        assert "Muon multiplies whole matrices" in error
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("zero3", "ddp"), ("zero1", "zero2"), ("ddp", "zero3"), ("zero2", "zero1")]
 )

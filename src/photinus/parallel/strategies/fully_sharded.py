@@ -9,7 +9,7 @@ gives its pages back each time (a GPT of 20 M parameters, 4x64 tokens, had 3.6 t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -30,6 +30,7 @@ from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
 from ..zero.split_states import copy_state, is_split, split_as
+from ..zero.watched_steps import drop_gathered, split_once, watch_steps
 from .strategy import Strategy
 
 _NEED_WHOLE = {
@@ -41,9 +42,6 @@ _NEED_WHOLE = {
 """Optimizers of torch.optim that do not step parts of parameters as they step whole ones, and why (all were tried)."""
 
 _KEPT = "photinus_kept"  # on a gradient that some rank made: later backwards add to it
-
-_split_once: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
-"""Whole parameters whose parts are trained now, and the model that has the parts."""
 
 
 class FullyShardedStrategy(Strategy):
@@ -75,10 +73,11 @@ class FullyShardedStrategy(Strategy):
                     f"strategy {self.name!r} cuts parameters along their first dimension, but {name} has none (its "
                     f"shape is []). Give it the shape [1]."
                 )
-            if parameter in _split_once:
+            if parameter in split_once:
                 raise ValueError(
-                    f"strategy {self.name!r}: {name} of {type(model).__name__} was split with {_split_once[parameter]} "
-                    f"before, so each of the two would train a copy of its own. Wrap one module that holds both."
+                    f"strategy {self.name!r}: {name} of {type(model).__name__} was split before, as "
+                    f"{split_once[parameter]}, so each of the two would train a copy of its own. Wrap one module that "
+                    f"holds both."
                 )
         if self.options.get("find_unused_parameters") and not _can_miss_parameters():
             raise ValueError(
@@ -102,6 +101,9 @@ class FullyShardedStrategy(Strategy):
                     f"({type(unit).__name__}) parameters are {told}. Put them into different units with shard=..., or "
                     f"make them one dtype."
                 )
+        self._check_optimizers(optimizers)
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             needs = next((why for kind, why in _NEED_WHOLE.items() if _is_a(optimizer, kind)), None)
             if needs is not None:
@@ -122,6 +124,7 @@ class FullyShardedStrategy(Strategy):
             return model
         group = self.group
         before = dict(model.named_parameters())
+        told: dict[torch.Tensor, str] = {p: f"{name} of {type(model).__name__}" for name, p in before.items()}
         take_over_parameters(model, {parameter: name for name, parameter in before.items()})
         self._start_as_rank_0(model, group, device)
         settings: dict[str, Any] = {
@@ -150,10 +153,10 @@ class FullyShardedStrategy(Strategy):
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
-        _split_once.update(dict.fromkeys(before.values(), type(model).__name__))
+        split_once.update(told)
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
-            optimizer.register_step_pre_hook(lambda *_: _drop_gathered(model))
+        watch_steps(held, lambda optimizer: self._check_optimizers([optimizer]))
         return model
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -181,7 +184,7 @@ class FullyShardedStrategy(Strategy):
 
     def clip(self, wrapped: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See `Strategy.clip`. The ranks add up the norms of their parts."""
-        _drop_gathered(wrapped)  # else the whole parameters are listed, which have no gradients
+        drop_gathered(wrapped)  # else the whole parameters are listed, which have no gradients
         norm = super().clip(wrapped, max_norm, norm_type)
         return cast(torch.Tensor, cast(Any, norm).full_tensor()) if is_split(norm) else norm
 
@@ -308,13 +311,6 @@ def _is_a(optimizer: Optimizer, kind: str) -> bool:
     return cls is not None and isinstance(optimizer, cls)
 
 
-def _drop_gathered(model: nn.Module) -> None:
-    """Drops gathered parameters wherever a forward left some: they would not see what changes the parts now."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            cast(Any, module).reshard()
-
-
 def _make_memory_for_training(model: nn.Module, *_: Any) -> None:
     """Before the first forward: memory that FSDP2 makes in inference mode could not be written outside of it."""
     if torch.is_inference_mode_enabled() and not vars(model).get("has_gathered"):
@@ -337,7 +333,7 @@ def _refuse_copy(strategy: str, memo: object) -> None:
 def _drop_without_backward(model: nn.Module, *_: Any) -> None:
     """After a forward: no backward comes without gradients, so nothing else would drop what is kept for it."""
     if not torch.is_grad_enabled():
-        _drop_gathered(model)
+        drop_gathered(model)
 
 
 def _split_plain(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:

@@ -67,8 +67,9 @@ def wrap(
     All strategies train the same model, and each loads the checkpoints of the others. Use the returned model, and call
     only its `forward`. Under "zero2" and "zero3" it is the same object with new parameters (this rank's parts), and all
     ranks must call it equally often. Optimizers stay the same objects, so schedulers and hooks on them stay valid.
-    Other references to the old parameters, and optimizers that are not given here, do not. Make a moving average of the
-    weights (torch's AveragedModel) before `wrap`. Under "zero2" and "zero3" wrap its module too:
+    Other references to the old parameters, and optimizers that are not given here, do not. Under "zero2", values put
+    into `model.parameters()` between a forward and its backward are lost. Make a moving average of the weights (torch's
+    AveragedModel) before `wrap`; under "zero2" and "zero3" wrap its module too:
 
         average = AveragedModel(model)
         model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
