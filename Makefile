@@ -78,6 +78,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_words.py
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc,$(NATIVE))
 
 native: setup

@@ -1,0 +1,75 @@
+"""tools/check_words.py counts each kind of foreign English, and fails when a room has more of it than before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fork_server import REPOSITORY
+
+
+def check(root: Path, *flags: str) -> tuple[int, str]:
+    """Run the check on a package with one room that has no figure yet, so that nothing is allowed there."""
+    command = [sys.executable, REPOSITORY / "tools" / "check_words.py", root, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def write(root: Path, text: str) -> None:
+    room = root / "src/photinus/fresh"
+    room.mkdir(parents=True)
+    (room / "file.py").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "place"),
+    [
+        ('"""What a file is about."""', "openings", "What a file is about."),
+        ('def f():\n    """Whether it works.\n\n    More.\n    """', "openings", "Whether it works."),
+        ('class A:\n    async def f(self):\n        """Who waits."""', "openings", "Who waits."),
+        ('raise ValueError(f"{x}: the ranks meet at {y}")', "messages", "meet"),
+        ('def f():\n    return LaunchError("so many " + "words")', "messages", "so many"),
+        ('warnings.warn("the loop begins anew", stacklevel=2)', "messages", "anew"),
+        ('self._say("photinus: for want of a port")', "messages", "for want of"),
+        ('parser.add_argument("--n", help="leave out the rest")', "messages", "leave out"),
+        ('_Flag("--n N", "a folder of another run")', "messages", "of another"),
+        ('logger.warning("%s is no port", text)', "messages", "is no"),
+        ("told = 1", "participles", "told"),
+        ("a, _wanted = 1, 2", "participles", "_wanted"),
+        ("self.made = 1", "participles", ".made"),
+        ("for given in flags: pass", "participles", "given"),
+    ],
+)
+def test_each_kind_is_found(tmp_path: Path, text: str, kind: str, place: str) -> None:
+    write(tmp_path, text)
+    code, output = check(tmp_path, "--list", "fresh")
+    assert code == 1
+    line = next(line for line in output.splitlines() if line.startswith("src/photinus/fresh/file.py:"))
+    assert f": {kind}: {place}" in line
+    assert f"fresh: 1 {kind}, at most 0: see tools/check_words.py --list fresh" in output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Return whether it works."""',
+        'raise ValueError("there is no folder a; as many as 3 are there, and rank 1 is no longer one of them")',
+        'key = "told"',
+        "print(told.left)",
+    ],
+)
+def test_good_english_passes(tmp_path: Path, text: str) -> None:
+    write(tmp_path, text)
+    code, output = check(tmp_path)
+    assert (code, "fresh" in output) == (0, False)
+
+
+def test_a_room_that_got_better_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    code, output = check(tmp_path)
+    assert code == 0
+    assert "before: lower LIMITS in tools/check_words.py" in output
