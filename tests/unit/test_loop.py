@@ -1430,3 +1430,25 @@ def test_a_logged_loss_is_that_of_its_step_where_its_memory_is_used_again(world:
         loop.backward(loss)
         loss.detach().fill_(99.0)
     assert loop.history[0]["loss"] == 1.5
+
+
+def test_rows_between_two_steps_of_the_optimizer_are_warned_of_where_the_best_is_kept(
+    world: Any, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = photinus.Loop(
+        model, optimizer, Numbered(12), batch_size=2, epochs=1, out=tmp_path, report=QUIET, validate_every_steps=1,
+        save=Saving(best="right"),
+    )  # fmt: skip
+
+    def train() -> None:
+        for _ in loop:
+            loop.backward(_loss(loop), share=1 / 3)
+            loop.log(right=float(loop.step))
+            if loop.step % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"best='right': 3 rows came before one step .* only the last .* \(step 3\)"):
+        train()

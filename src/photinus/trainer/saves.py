@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ class Saves:
         self._beside = {_shown(name): item for name, item in others.items()}
         modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
         self._settings = Settings({"optimizer": optimizer, **self._beside}, {"": model, **modules})
-        self._rows_saved = 0
+        self._rows_saved, self._warned_of_rows = 0, False
 
     def check(self) -> None:
         """Refuses what could not be saved or put back, before there is work to lose. All ranks call it together.
@@ -94,6 +95,14 @@ class Saves:
             # A row's checkpoint may have had to wait for the next step of the optimizer.
             rows = position.history
             is_rows = bool(rows) and (rows[-1]["step"] == step or len(rows) > self._rows_saved)
+            if self._spec.saving.best is not None and len(rows) - self._rows_saved > 1 and not self._warned_of_rows:
+                self._warned_of_rows = True
+                warnings.warn(
+                    f"best={self._spec.saving.best!r}: {len(rows) - self._rows_saved} rows came before one step of the "
+                    f"optimizer, and only the last of them has a checkpoint (step {step}). Let "
+                    f"validate_every_steps be a multiple of the batches that an optimizer step takes",
+                    stacklevel=2,
+                )
             self._rows_saved = len(rows)
             description = position.description(self._spec.length.describe(position))
             return str(folder.save(step, content, description, rows[-1] if is_rows else None))
