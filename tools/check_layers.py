@@ -37,7 +37,7 @@ FLOORS = {
     "trainer": 8,
     "run": 9,
     "cli": 10,
-    "tools": 2528,
+    "tools": 11,
     "compat": 12,
     "templates": 12,
     "__main__": 12,
@@ -54,7 +54,7 @@ BUDGET = {
     "templates": 340,
     "tools": 2528,
     "top": 1680,
-    "trainer": 8157,
+    "trainer": 8162,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

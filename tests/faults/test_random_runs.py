@@ -255,7 +255,7 @@ def differences(folder: Path, the_plan: dict[str, Any]) -> list[str]:
         if a.shape == b.shape and not torch.allclose(a, b, rtol=0.0 if exact else 1e-5, atol=0.0, equal_nan=True):
             told.append(f"{name}: {rows[0]} != {rows[1]}")
     states = [find_checkpoint(each).load() for each in (straight, run)]
-    for name in ("model", "optimizer", "scheduler", "others"):
+    for name in states[0].keys() - {"position", "run", "rng"}:
         a, b = (flat(each[name]) for each in states)
         if list(a) != list(b):
             told.append(f"{name}: {list(a)} != {list(b)}")

@@ -926,7 +926,7 @@ def test_a_changed_schedule_takes_others_of_its_optimizer_with_it(tmp_path: Path
         first, *more = PAIRS[name](optimizer, x)
         options: dict[str, Any] = {"out": out, "report": QUIET, "batch_size": 4, "epochs": epochs}
         rates = []
-        state = {str(place): scheduler for place, scheduler in enumerate([first, *more])}
+        state = {f"scheduler_{place}": scheduler for place, scheduler in enumerate([first, *more])}
         for _ in photinus.Loop(model, optimizer, Numbered(4), state=state, **options):
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
@@ -1094,9 +1094,13 @@ def test_the_users_own_objects_are_saved_and_restored(tmp_path: Path, world: Any
     average = torch.nn.Linear(1, 1)
     for _ in _loop(epochs=1, out=tmp_path, state={"average": average}):
         torch.nn.init.constant_(average.weight, 4.0)
-    fresh = torch.nn.Linear(1, 1)
+    fresh, alone = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     _loop(epochs=2, out=tmp_path, state={"average": fresh})
-    assert fresh.weight.item() == 4.0
+    photinus.load(tmp_path, average=alone)
+    assert fresh.weight.item() == alone.weight.item() == 4.0
+    for name in ("model", "a b", "../x"):
+        with pytest.raises(ValueError, match="take another name, of letters, digits and _, for its file"):
+            _loop(out=tmp_path / "new", state={name: fresh})
     with pytest.raises(CheckpointError, match=r"\['average'\], but the loop was given state=None"):
         _loop(epochs=2, out=tmp_path)
 

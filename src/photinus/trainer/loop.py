@@ -79,7 +79,7 @@ class Loop:
             the new curve. All else is the checkpoint's.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a learning-rate scheduler,
             a GradScaler, an average of the weights, a second optimizer, a second model that is wrapped). The body
-            calls what they do. Must be equal on all ranks.
+            calls what they do. Must be equal on all ranks. Each is a file of the checkpoint, under its name.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, every N steps (counted over the
             whole run) and at the run's end; None: at the end of each epoch.
         save: a `photinus.Saving`: when to save, and which checkpoints to keep. Default: at each epoch's end and every

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
+from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
 from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of, unwrap
 from .data import rng
@@ -24,7 +25,7 @@ from .record.spec import RunSpec
 from .session.progress import say
 from .session.session import Session
 
-_NEEDED = frozenset({"model", "optimizer", "others", "position", "run", "rng"})
+_OWN = frozenset({"model", "optimizer", "position", "run", "rng"})  # all other entries are objects of `state`
 
 
 class Saves:
@@ -54,8 +55,11 @@ class Saves:
         Of models, what `get_extra_state` gives is looked at, too; their tensors need not be.
 
         Raises:
-            TypeError: says what, and what to do.
+            TypeError, ValueError: says what, and what to do.
         """
+        for name in self._others:  # of files, by which `photinus.load` finds them, too
+            if name in _OWN or not ENTRY.fullmatch(str(name)):
+                raise ValueError(f"state={{{name!r}: ...}}: take another name, of letters, digits and _, for its file")
         for name, item in {"model": self._model, **self._others}.items():
             for path, module in item.named_modules() if isinstance(item, nn.Module) else ():
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -82,7 +86,7 @@ class Saves:
             trained = {
                 "model": state_of(self._model),
                 "optimizer": state_of(self._optimizer),
-                "others": {name: state_of(item) for name, item in self._others.items()},
+                **{name: state_of(item) for name, item in self._others.items()},
             }
 
         def write() -> str:
@@ -122,7 +126,7 @@ class Saves:
         path, now = checkpoint.path, self._spec.to_dict()
         with together(f"loading {path}", is_long=True):
             content = checkpoint.load("cpu", mapped=("model", "optimizer"))
-            missing = _NEEDED - set(content)
+            missing = _OWN - set(content)
             if missing:
                 raise CheckpointError(f"{path} is no checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
@@ -131,13 +135,14 @@ class Saves:
             changed = self._spec.changes_since(before, samples_done, steps_per_epoch)
             position.batches_done = samples_done // self._spec.batch_size
             content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
-            if set(content["others"]) != set(self._others):
+            others = {name: state for name, state in content.items() if name not in _OWN}
+            if set(others) != set(self._others):
                 raise CheckpointError(
-                    f"{path} holds the states of {sorted(content['others']) or 'no other objects'}, but the loop was "
-                    f"given state={sorted(self._others) or None}"
+                    f"{path} holds the states of {sorted(others) or 'no other objects'}, but the loop was given "
+                    f"state={sorted(self._others) or None}"
                 )
             check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
-            states = {_shown(name): item for name, item in content["others"].items()}
+            states = {_shown(name): item for name, item in others.items()}
             states = {name: self._settings.in_our_order(name, given, state) for name, state in states.items()}
             changed += self._settings.load(given, states, partial(self._put_back, content, path))
             text = f"what the script changed replaces what the checkpoint holds: {', '.join(changed)}"
