@@ -442,6 +442,15 @@ def test_an_error_says_which_sample_it_was(workers: int) -> None:
     assert "while loading sample 7 in epoch 2" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
 
 
+def test_a_sample_that_raises_stop_iteration_is_named() -> None:
+    class Ends(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            return next(iter([])) if index == 5 else index
+
+    with pytest.raises(RuntimeError, match="while loading sample 5 in epoch 0: StopIteration"):
+        list(loader(Ends(8), batch_size=4))
+
+
 class Slow(Augmented):
     def __getitem__(self, index: int) -> Any:
         time.sleep(30)

@@ -207,8 +207,12 @@ class _noted:  # noqa: N801 - reads as a statement; a class, since contextmanage
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        add_note = getattr(error, "add_note", None)
-        if add_note is not None:
-            shown = ", ".join(map(str, self.indices[:8])) + (", ..." if len(self.indices) > 8 else "")
-            of = f"sample {shown}" if len(self.indices) == 1 else f"the batch of {len(self.indices)} samples {shown}"
-            add_note(f"photinus: while loading {of} in epoch {self.request.epoch}")
+        if error is None:
+            return
+        shown = ", ".join(map(str, self.indices[:8])) + (", ..." if len(self.indices) > 8 else "")
+        of = f"sample {shown}" if len(self.indices) == 1 else f"the batch of {len(self.indices)} samples {shown}"
+        where = f"photinus: while loading {of} in epoch {self.request.epoch}"
+        if isinstance(error, StopIteration):  # a generator turns it into a RuntimeError that does not say where
+            raise RuntimeError(f"{where}: StopIteration") from error
+        if hasattr(error, "add_note"):
+            error.add_note(where)
