@@ -29,7 +29,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "compat": (1, 1, 11),
     "job": (39, 13, 34),
     "parallel": (67, 7, 55),
-    "run": (44, 16, 38),
+    "run": (44, 0, 36),
     "runlog": (17, 0, 13),
     "templates": (2, 1, 2),
     "tools": (10, 2, 48),

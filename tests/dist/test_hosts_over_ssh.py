@@ -122,7 +122,7 @@ def test_troubles_of_several_hosts_are_told_together(place):
     hosts = place.hostfile("host-0 slots=1\nbad-1 slots=1\nbad-2 slots=1\n")
     ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
     assert ended.code == 1
-    assert "2 of 3 hosts cannot be used; nothing was started." in ended.err
+    assert "cannot use 2 of 3 hosts. Nothing was started." in ended.err
     assert "\n  host bad-1: " in ended.err
     assert "\n  host bad-2: " in ended.err
 
@@ -181,8 +181,8 @@ runpy.run_module("photinus.run.ssh.remote", run_name="__main__")
             f"{sys.executable} -c 'import photinus.nothing_of_the_kind'",
             "No module named 'photinus.nothing_of_the_kind'",
         ),
-        (f"{sys.executable} OLD_REMOTE", "it has Photinus 0.0.1, and here is"),
-        (f"{sys.executable} NO_TORCH", "torch is not installed there. Install the torch of the other hosts"),
+        (f"{sys.executable} OLD_REMOTE", "Photinus 0.0.1 is installed there, and "),
+        (f"{sys.executable} NO_TORCH", "torch is not installed there. Install the same torch as on the other hosts"),
     ],
     ids=["no Python", "no Photinus", "another version", "no torch"],
 )
@@ -202,7 +202,7 @@ def test_a_host_without_the_same_environment_is_told_so(tmp_path, answers, told)
 @pytest.mark.parametrize(
     ("there", "told"),
     [
-        ("", "its folder {folder} cannot be entered (No such file or directory)"),
+        ("", "cannot enter the folder {folder} (No such file or directory)"),
         ("work", "script {folder}/script.py does not exist"),
     ],
     ids=["folder", "script"],

@@ -164,7 +164,7 @@ def is_killed() -> None:
 
 
 def test_a_rank_that_is_killed_gives_the_launchers_exit_code() -> None:
-    with pytest.raises(LaunchError, match="exit code 137; what the ranks said is above"):
+    with pytest.raises(LaunchError, match="exit code 137; the output of the ranks is above"):
         photinus.launch(is_killed, nprocs=1)
 
 
@@ -181,7 +181,7 @@ def test_ranks_are_started_anew_as_often_as_asked() -> None:
 
 def test_what_cannot_travel_is_refused_before_any_process_is_started() -> None:
     lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"cannot be sent to other processes: cannot pickle '_thread\.lock' object"):
+    with pytest.raises(ValueError, match=r"cannot send .* to other processes: cannot pickle '_thread\.lock' object"):
         photinus.launch(lambda: lock.acquire(), nprocs=2)
 
 
@@ -204,7 +204,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, object], error: type[Excep
 def test_launching_inside_a_rank_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match="this process is rank 1 of 4 of a job already"):
+    with pytest.raises(RuntimeError, match="this process is already rank 1 of 4 of a job"):
         photinus.launch(place, nprocs=2)
 
 
@@ -212,7 +212,7 @@ def test_a_launch_in_each_of_several_tasks_of_srun_is_refused(monkeypatch):
     monkeypatch.delenv("PHOTINUS_WORLD_SIZE", raising=False)
     for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=r"one of 4 that Slurm started .* would start 2 more for each"):
+    with pytest.raises(RuntimeError, match=r"Slurm started 4 processes .* would start 2 more in each"):
         photinus.launch(print, nprocs=2)
 
 

@@ -229,8 +229,8 @@ def test_where_the_loopback_interface_is_down_one_line_says_so_before_any_worker
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 1
     assert ended.stderr == (
-        "photinus: LaunchError: the loopback interface is down (Network is unreachable), and workers of this host meet "
-        "over 127.0.0.1: `ip link set lo up`, or start the container with a network.\n"
+        "photinus: LaunchError: the loopback interface is down (Network is unreachable), and the workers of this host "
+        "need 127.0.0.1: `ip link set lo up`, or start the container with a network.\n"
     )
     assert not (tmp_path / "started").exists()
 

@@ -160,7 +160,7 @@ def test_ctrl_c_at_one_host_ends_all_in_two_seconds_and_each_says_why(tmp_path):
     assert time.monotonic() - begun < 2.5
     assert (one.code, two.code) == (1, 130)
     assert "the job ended: host " in one.err
-    assert "left, ended by SIGINT" in one.err
+    assert "exited because of SIGINT" in one.err
 
 
 @pytest.mark.slow
@@ -419,7 +419,7 @@ def test_nnodes_without_a_leader_says_what_is_missing(tmp_path):
     path = script(tmp_path, NOTE)
     end = RunningJob(["--nnodes", "2", path, tmp_path]).end()
     assert end.code == 2
-    assert "photinus: --nnodes 2 needs the host that leads: give --master-addr HOST" in end.err
+    assert "photinus: --nnodes 2 needs the leading host: give --master-addr HOST" in end.err
 
 
 @pytest.mark.slow

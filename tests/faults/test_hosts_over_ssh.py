@@ -101,5 +101,5 @@ def test_a_killed_launcher_ends_the_job_and_names_the_host(place):
     os.kill(launcher, signal.SIGKILL)
     ended = finish(process)
     assert ended.code != 0
-    assert "host host-1: the connection to it was lost" in ended.err
+    assert "host host-1: ssh lost the connection" in ended.err
     assert_gone_within(pids, 8.0)

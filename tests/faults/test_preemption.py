@@ -252,7 +252,7 @@ def test_a_launcher_that_is_ended_by_sigterm_lets_its_workers_save_and_the_same_
     assert time.monotonic() - begun < 5.0
     assert ended.code == 143, ended.out + ended.err
     assert re.fullmatch(
-        r"photinus: suspended at step \d+, saved in \S+; the same command goes on from there\n"
+        r"photinus: suspended at step \d+, saved in \S+; the same command resumes from there\n"
         r"photinus: ended by SIGTERM: 2 workers were ended\n",
         ended.err,
     ), ended.err
@@ -358,7 +358,7 @@ def test_a_killed_rank_still_costs_no_grace_although_the_others_take_sigterm(tmp
 def test_a_trial_of_preemption_after_some_seconds_costs_nothing(tmp_path: Path, whole: list[str]) -> None:
     ended = start_small(tmp_path, "--preempt-after", "0.1").end()
     assert ended.code == 0, ended.out + ended.err
-    assert "photinus: asked to suspend; no worker is inside a loop that saves" in ended.err
+    assert "photinus: suspend requested, but no worker is in a loop that saves" in ended.err
     assert ended.err.count("photinus: suspended at step ") == 1, ended.err
     assert fingerprints(tmp_path) == whole
 

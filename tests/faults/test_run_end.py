@@ -78,7 +78,7 @@ def test_an_interrupted_launcher_ends_all_in_two_seconds(tmp_path, number, code)
     assert not any(map(alive, pids))
     assert ended.code == code
     killed, told = ended.err.splitlines()
-    assert killed.startswith("photinus: killed what the workers left running: ")  # children deaf to SIGTERM
+    assert killed.startswith("photinus: killed processes that the workers left running: ")  # children deaf to SIGTERM
     assert told == f"photinus: ended by {number.name}: 2 workers were ended"
     assert ended.out == ""
     # Ctrl-C is the script's to notice (to save, say); SIGTERM ends it unless it has a handler.
@@ -194,10 +194,15 @@ def test_what_a_job_left_running_at_its_good_end_may_finish_within_the_grace(tmp
     path = script(tmp_path, LEAVES)
     ended = run_job("--nproc-per-node", "1", "--cpu", path, f"sleep 1.3; echo copied > {tmp_path}/file")
     assert (ended.code, (tmp_path / "file").read_text()) == (0, "copied\n")
-    assert "photinus: all workers ended well; up to 30 s (--stop-grace) for sh -c sleep 1.3" in ended.err
+    assert (
+        "photinus: all workers exited with code 0; waiting up to 30 s (--stop-grace) for sh -c sleep 1.3" in ended.err
+    )
     ended = run_job("--nproc-per-node", "1", "--cpu", "--stop-grace", "0.1", path, "trap '' TERM; sleep 100; true")
     assert ended.code == 0
-    assert "photinus: killed what the workers left running: sh -c trap '' TERM; sleep 100; true (pid " in ended.err
+    assert (
+        "photinus: killed processes that the workers left running: sh -c trap '' TERM; sleep 100; true (pid "
+        in ended.err
+    )
 
 
 def test_a_daemon_that_a_job_started_outlives_its_good_end(tmp_path):

@@ -134,7 +134,7 @@ photinus: restarting all 3 workers \(restart 1 of 1\)
 photinus: rank 1 {pid} left with exit code 7
 photinus:   local rank 1 of host \S+, attempt 1, \d+.\d s after its start
 photinus: ranks 0, 2 ended by the launcher
-photinus: no restart is left of 1
+photinus: no restarts left \(--max-restarts 1\)
 photinus: LaunchError: the job failed after 1 restart; the first cause was rank 1, see above \(exit code 7\)
 """,
         ended.err,
@@ -155,7 +155,7 @@ def test_a_working_directory_that_was_removed_meanwhile_is_named_in_place_of_ano
     script(folder, "import os, shutil\nshutil.rmtree(os.getcwd())\nos.kill(os.getpid(), 9)\n")
     ended = run_job("--nproc-per-node", "1", "script.py", cwd=folder)
     assert ended.code == 1
-    last = "photinus: LaunchError: the working directory was removed: workers cannot be started again in it"
+    last = "photinus: LaunchError: cannot restart the workers: their working directory was removed"
     assert ended.err.splitlines()[-1] == last
 
 
@@ -197,7 +197,7 @@ def test_a_loop_of_ones_own_that_gets_further_each_time_is_tried_again(tmp_path)
     path = script(tmp_path, OWN_LOOP)
     ended = run_job("--nproc-per-node", "1", "--max-restarts", "1", path, tmp_path / "saved")
     assert (tmp_path / "saved").read_text() == "15"
-    assert "no restart is left of 1" in ended.err  # and not: came again
+    assert "no restarts left (--max-restarts 1)" in ended.err  # and not: came again
 
 
 def test_an_error_that_comes_at_the_same_place_again_ends_a_run_and_shows_its_traceback_first_and_last(tmp_path):
@@ -307,8 +307,8 @@ def test_a_killed_store_ends_a_job_without_restarts(tmp_path):
     ended = job.end()
     assert ended.code == 1
     assert ended.err == (
-        f"photinus: LaunchError: the process that holds the workers' store (pid {pid}) was killed by SIGKILL, and no "
-        f"restart is left of 0\n"
+        f"photinus: LaunchError: the process that holds the workers' store (pid {pid}) was killed by SIGKILL. No "
+        f"restarts left (--max-restarts 0)\n"
     )
 
 

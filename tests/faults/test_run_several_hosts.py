@@ -155,7 +155,7 @@ def test_the_same_command_on_two_hosts_trains_four_ranks_and_listens_between_the
     (tmp_path / "stop").write_text("now")
     assert_ended_well(*jobs)
     assert "2 hosts, 4 workers: host-0 (192.168.78.1) ranks 0 to 1, host-1 (192.168.78.2) ranks 2 to 3" in jobs[0].text
-    assert "without a secret: whoever reaches that port can take part" in jobs[0].text
+    assert "without a secret: every host that reaches the port can join" in jobs[0].text
 
 
 LISTENING = """
@@ -178,7 +178,7 @@ def test_a_host_may_join_and_leave_a_job_that_says_so(hosts, tmp_path):
     begun = time.monotonic()
     wait_until([first], *trains(tmp_path, 2, 2))
     assert time.monotonic() - begun < 15
-    assert "host host-1 (192.168.78.2) left, ended by SIGTERM" in first.text
+    assert "host host-1 (192.168.78.2) exited because of SIGTERM" in first.text
     (tmp_path / "stop").write_text("now")
     assert_ended_well(first)
 

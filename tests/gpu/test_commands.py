@@ -71,7 +71,7 @@ def test_two_workers_share_the_gpu_on_purpose(script: str) -> None:
 def test_two_workers_on_one_gpu_are_refused_by_the_launcher(script: str) -> None:
     ran = photinus("run", "--nproc-per-node", "2", script, "cuda", "auto", "", CUDA_VISIBLE_DEVICES="0")
     assert ran.returncode != 0
-    assert "each worker needs one of its own" in ran.stderr
+    assert "each worker needs its own" in ran.stderr
     assert "--ranks-per-gpu 2" in ran.stderr
 
 

@@ -61,7 +61,7 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("run", "which script?"),
         ("run --nproc_node 2 x.py", "Did you mean --nproc-per-node?"),
         ("run no_such_script.py", "script no_such_script.py does not exist"),
-        ("run ''", "the script's name is empty"),
+        ("run ''", "the name of the script is empty"),
         (f"run {'x' * 300}", f"{'x' * 300}: File name too long. Use another path"),
         ("new", "which folder? Usage: photinus new DIR"),
         ("new x y", "one folder is needed, but 2 are named: x y."),
@@ -269,4 +269,4 @@ def test_a_device_that_is_not_there_is_told_before_anything_starts(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit('it runs')")
     ended = photinus_command("run", "--device", "0,1", str(tmp_path / "train.py"), CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 2
-    assert "DeviceError: --device asks for GPU 0, but CUDA_VISIBLE_DEVICES='' shows 0 here" in ended.stderr
+    assert "DeviceError: --device names GPU 0, but CUDA_VISIBLE_DEVICES='' shows 0 here" in ended.stderr

@@ -35,15 +35,15 @@ def test_another_account_is_for_ssh_and_not_part_of_the_name():
         ("a slots=²", "hosts:1: slots=² needs a whole number"),
         ("a slots=0", "hosts:1: slots=0 needs a whole number, 1 or more"),
         ("a slots=-1", "hosts:1: slots=-1 needs a whole number"),
-        ("a slot=2", "hosts:1: 'slot=2' is not understood. After the host stands slots=N"),
-        ("a 4", "hosts:1: '4' is not understood"),
-        ("slots=4", "hosts:1: 'slots=4' is no host"),
-        ("a slots=1 slots=2", "hosts:1: slots stands there twice, 1 and 2"),
-        ("a slots=1\n\na slots=2", "hosts:3: a stands in hosts:1 already"),
-        ("a slots=1\nroot@a slots=2", "hosts:2: a stands in hosts:1 already"),
+        ("a slot=2", "hosts:1: 'slot=2' is not valid. Only slots=N may follow"),
+        ("a 4", "hosts:1: '4' is not valid"),
+        ("slots=4", "hosts:1: 'slots=4' is not a host name"),
+        ("a slots=1 slots=2", "hosts:1: slots is given twice, 1 and 2"),
+        ("a slots=1\n\na slots=2", "hosts:3: a is already listed at hosts:1"),
+        ("a slots=1\nroot@a slots=2", "hosts:2: a is already listed at hosts:1"),
         ("a:4", "hosts:1: a:4 is MPICH's spelling; write `a slots=4`"),
-        ("-oProxyCommand=x slots=1", "hosts:1: '-oProxyCommand=x' is no host"),
-        ("-v slots=1", "a name does not begin with a dash"),
+        ("-oProxyCommand=x slots=1", "hosts:1: '-oProxyCommand=x' is not a host name"),
+        ("-v slots=1", "it starts with a dash"),
         ("# nothing\n", "hosts names no host"),
         ("", "hosts names no host"),
     ],
@@ -60,5 +60,5 @@ def test_a_missing_file_is_an_error_and_not_a_run_on_this_host_alone(tmp_path):
     with pytest.raises(UsageError, match=r"~nobody-of-that-name/hosts cannot be read: No such file"):
         read_hostfile("~nobody-of-that-name/hosts")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="is no text file"):
+    with pytest.raises(UsageError, match="is not a text file"):
         read_hostfile(str(tmp_path / "binary"))

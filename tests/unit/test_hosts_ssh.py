@@ -164,7 +164,7 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
     assert len(variable_files(here, here)) == 1
     assert len(variable_files(Path("x" * 300), here)) == 1  # a home folder that cannot be looked into
     (here / ".deepspeed_env").write_text("A=1\nnot a variable\n")
-    with pytest.raises(UsageError, match=r"\.deepspeed_env:2: 'not a variable' is not understood"):
+    with pytest.raises(UsageError, match=r"\.deepspeed_env:2: 'not a variable' is not valid"):
         exported_variables({}, (), variable_files(home, here))
 
 
@@ -244,7 +244,7 @@ def test_an_answer_of_another_program_is_refused(hosts, monkeypatch):
     host = remote_host(hosts, monkeypatch, program)
     assert hosts.wait(lambda: host.done, 20)
     assert host.trouble is not None
-    assert host.trouble.startswith("host a: it does not answer as expected")
+    assert host.trouble.startswith("host a: the answer is not valid")
 
 
 class Pipe:

@@ -82,7 +82,7 @@ def test_devices_are_counted_among_those_that_are_visible(numbers, visible, expe
 
 
 def test_a_device_that_is_not_visible_is_named():
-    with pytest.raises(DeviceError, match="--device asks for GPU 3, but CUDA_VISIBLE_DEVICES='4,5' shows 2 here"):
+    with pytest.raises(DeviceError, match="--device names GPU 3, but CUDA_VISIBLE_DEVICES='4,5' shows 2 here"):
         visible_devices((0, 3), "4,5")
 
 
@@ -93,12 +93,12 @@ def test_fewer_gpus_than_devices_named_is_told_with_both_numbers():
 
 
 def test_workers_share_gpus_only_on_purpose():
-    with pytest.raises(DeviceError, match=r"1 GPU, and each worker needs one of its own.*--ranks-per-gpu 2"):
+    with pytest.raises(DeviceError, match=r"1 GPU, and each worker needs its own.*--ranks-per-gpu 2"):
         choose(2, gpus=1)
     assert choose(2, gpus=1, ranks_per_gpu=2) == WorkerCount(2)
     assert choose("auto", gpus=2, ranks_per_gpu=3) == WorkerCount(6, "3 per GPU")
     assert choose("auto", gpus=0, ranks_per_gpu=2).count == 6
-    with pytest.raises(DeviceError, match=r"asks for 5 workers.*each has room for 2\. Give --nproc-per-node 4"):
+    with pytest.raises(DeviceError, match=r"asks for 5 workers.*each GPU takes 2\. Give --nproc-per-node 4"):
         choose(5, gpus=2, ranks_per_gpu=2)
 
 

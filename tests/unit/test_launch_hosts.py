@@ -261,19 +261,21 @@ def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], out
 def test_a_host_whose_own_name_is_loopback_leads_where_others_reach_it(monkeypatch):
     address, said = leader_of("node1", monkeypatch, own=["127.0.1.1"], outside=["10.0.0.7"])
     assert address == "10.0.0.7"
-    assert "node1 is 127.0.1.1 to this host itself, where no other reaches it: the job is led at 10.0.0.7" in said
+    assert (
+        "node1 resolves to 127.0.1.1 on this host, which other hosts cannot reach: the job listens on 10.0.0.7" in said
+    )
 
 
 def test_a_host_that_does_not_know_its_own_name_leads_all_the_same(monkeypatch):
     address, said = leader_of(socket.gethostname(), monkeypatch, own=[], outside=["10.0.0.7"])
     assert address == "10.0.0.7"
-    assert "is nothing to this host itself" in said
+    assert "resolves to nothing on this host" in said
 
 
 def test_a_host_of_several_networks_whose_name_is_loopback_leads_on_all_and_says_so(monkeypatch):
     address, said = leader_of("node1", monkeypatch, own=["127.0.1.1"], outside=["10.0.0.7", "10.1.0.7"])
     assert address == "0.0.0.0"
-    assert "the job is led at all addresses (10.0.0.7, 10.1.0.7) (--local-addr names another address)" in said
+    assert "the job listens on all addresses (10.0.0.7, 10.1.0.7) (to change it: --local-addr)" in said
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,9 @@ def test_a_leader_that_goes_is_named_to_the_others():
     async def test(port: int) -> None:
         first, second = await host(port, "a", leads=True), await host(port, "b")
         await first.hear("form")
-        first.say("leave", reason="left, ended by SIGINT", exit_code=130)
+        first.say("leave", reason="exited because of SIGINT", exit_code=130)
         end = await second.hear("end")
-        assert (end["reason"], end["exit_code"]) == ("host a (127.0.0.1) left, ended by SIGINT", 130)
+        assert (end["reason"], end["exit_code"]) == ("host a (127.0.0.1) exited because of SIGINT", 130)
         for each in (first, second):
             each.writer.close()
 

@@ -247,14 +247,18 @@ def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over(
 def test_a_host_that_leaves_ends_a_job_of_a_fixed_number_whatever_restarts_are_left():
     rules = meeting(2, restarts=("restart 1 of 3",))
     come(rules, 0, 1)
-    assert rules.remove_host(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
+    assert rules.remove_host(1, "exited because of SIGINT", 9.0) == [
+        End("host b (10.0.0.2) exited because of SIGINT", 1)
+    ]
 
 
 def test_a_host_that_leaves_while_the_others_settle_ends_the_job_too():
     rules = meeting(2, restarts=("restart 1 of 3",))
     come(rules, 0, 1)
     rules.fail(0, report("peer lost"), 8.0)
-    assert rules.remove_host(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
+    assert rules.remove_host(1, "exited because of SIGINT", 9.0) == [
+        End("host b (10.0.0.2) exited because of SIGINT", 1)
+    ]
 
 
 def test_a_host_lost_while_the_others_settle_may_come_back_before_they_have():

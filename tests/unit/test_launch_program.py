@@ -61,7 +61,7 @@ def test_what_cannot_be_started_is_told_with_what_was_probably_meant(kind, targe
         ("go", b"#!/usr/bin/env perl\nuse strict;\n", 0o644, "photinus run --no-python /usr/bin/env perl go"),
         ("package/train", b"\x7fELF\2\1\1\0\0", 0o755, "photinus run --no-python package/train"),
         ("job.yaml", b"a: [1\n", 0o644, "job.yaml is not a Python script."),
-        ("n.ipynb", b"{}", 0o644, "make a script of it: `jupyter nbconvert --to script n.ipynb`."),
+        ("n.ipynb", b"{}", 0o644, "convert it: `jupyter nbconvert --to script n.ipynb`."),
     ],
 )
 def test_what_is_not_python_is_refused_with_the_way_to_start_it(folder, name, content, mode, told):
@@ -86,7 +86,7 @@ def test_python_of_any_name_is_a_script(folder):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_script_that_may_not_be_read_is_told(folder):
     (folder / "train.py").chmod(0)
-    with pytest.raises(UsageError, match="may not be read"):
+    with pytest.raises(UsageError, match="this user may not read it"):
         check_program(Program("script", "train.py"))
 
 
@@ -98,7 +98,7 @@ def test_a_program_is_found_as_a_shell_finds_it(tmp_path):
 
 def test_a_file_that_is_not_executable_is_no_program(tmp_path):
     (tmp_path / "train.py").write_text("")
-    with pytest.raises(UsageError, match=r"not executable \(chmod \+x\). Leave out --no-python"):
+    with pytest.raises(UsageError, match=r"not executable. If it is a program: chmod \+x. Remove --no-python"):
         check_program(Program("program", str(tmp_path / "train.py")))
 
 

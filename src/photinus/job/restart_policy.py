@@ -175,7 +175,7 @@ class RestartPolicy:
         elif self._max_restarts == 0:
             next_step = "not restarting (--max-restarts 0)"
         else:
-            next_step = f"no restart is left of {self._max_restarts}"
+            next_step = f"no restarts left (--max-restarts {self._max_restarts})"
         text = failure_text(
             now.deaths,
             finished=now.finished,

@@ -62,7 +62,7 @@ class OneHost:
             return "done" if self._finished else None
         restart = self._policy.spend_restart()
         if not restart:
-            raise JobEndedError(f"{lost}, and no restart is left of {self._job.spec.max_restarts}")
+            raise JobEndedError(f"{lost}. No restarts left (--max-restarts {self._job.spec.max_restarts})")
         self._say(f"photinus: {lost}: starting all workers again ({restart})\n", True)
         return "regroup"
 
@@ -162,7 +162,7 @@ class Agent:
         try:
             os.getcwd()
         except FileNotFoundError:
-            raise LaunchError("the working directory was removed: workers cannot be started again in it") from None
+            raise LaunchError("cannot restart the workers: their working directory was removed") from None
         host = (self._job.spec.started_as or socket.gethostname()) if len(formation.workers) > 1 else ""
         self._output.begin_attempt(formation.attempt, formation.job_id, host)
         self._processes = processes = Processes(
@@ -177,8 +177,8 @@ class Agent:
             processes.start()
         except OSError as error:
             raise LaunchError(
-                f"{self._job.local_world_size} workers could not be started on {socket.gethostname()}: {error}. "
-                f"Those that were have been ended."
+                f"cannot start {self._job.local_world_size} workers on {socket.gethostname()}: {error}. "
+                f"The launcher ended those that had started."
             ) from error
         return processes
 
@@ -252,7 +252,7 @@ class Agent:
         number = self._interrupts.first
         if number is not None:
             self._let_save(number)  # before the other hosts hear of it: their ranks take part
-            self._peers.leave(f"left, ended by {number.name}", 128 + number)
+            self._peers.leave(f"exited because of {number.name}", 128 + number)
             raise Interrupted
 
     def _let_save(self, number: signal.Signals) -> None:
@@ -269,7 +269,7 @@ class Agent:
         if processes.suspensions():
             return suspension_words(processes.suspensions())
         in_time = time.monotonic() - began_s < self._grace_s
-        why = "ended before they had saved" if in_time else f"had not saved within {self._grace_s:g} s (--stop-grace)"
+        why = "ended before they saved" if in_time else f"did not save within {self._grace_s:g} s (--stop-grace)"
         self._output.say(f"photinus: the workers {why}: steps since their last checkpoint are lost\n")
         return None
 
@@ -288,6 +288,6 @@ class Agent:
         elif not self._told_waiting:
             self._told_waiting = True
             self._output.say(
-                "photinus: asked to suspend; no worker is inside a loop that saves (photinus.Loop with `out`, or "
-                "photinus.suspend_requested) yet: waiting for one\n"
+                "photinus: suspend requested, but no worker is in a loop that saves yet (photinus.Loop with `out`, or "
+                "photinus.suspend_requested): waiting for one\n"
             )

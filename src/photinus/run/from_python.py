@@ -76,7 +76,7 @@ def launch(
     except Exception as error:
         name = getattr(main, "__qualname__", type(main).__name__)
         raise ValueError(
-            f"{name} and its arguments cannot be sent to other processes: {error}. Make what cannot travel (locks, "
+            f"cannot send {name} and its arguments to other processes: {error}. Create what cannot be sent (locks, "
             f"open files, process groups, loggers with sockets) inside the function."
         ) from error
     _warn_of_cuda()
@@ -90,10 +90,10 @@ def launch(
         command += ["-m", "photinus.run.function"]
         command += [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (given, answers)]
         code = run_launcher(command)
-        told = read_answers(answers)
+        last = read_answers(answers)
     if code != 0:
-        raise LaunchError(_first_error(told, code), exit_code=code)
-    return [cloudpickle.loads(data) for kind, data in told.values() if kind == "result"]
+        raise LaunchError(_first_error(last, code), exit_code=code)
+    return [cloudpickle.loads(data) for kind, data in last.values() if kind == "result"]
 
 
 def _memory_file(what: str) -> BinaryIO:
@@ -112,16 +112,16 @@ def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
         raise ValueError(f"max_restarts={max_restarts}: needs 0 or more")
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LaunchError(
-            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} of a job already (RANK and "
-            f"WORLD_SIZE are set): launch would start {nprocs} more for each of them. Start the script with plain "
-            f"`python`, or leave launch out and keep the launcher."
+            f"this process is already rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} of a job (RANK and "
+            f"WORLD_SIZE are set). launch would start {nprocs} more processes per rank. Start the script with plain "
+            f"`python`, or keep the launcher and do not call launch."
         )
-    told = read_scheduler(os.environ)
-    if told is not None and (told.world_size or 1) > 1 and env.EXPECTED_WORLD_SIZE.get() is None:
+    place = read_scheduler(os.environ)
+    if place is not None and (place.world_size or 1) > 1 and env.EXPECTED_WORLD_SIZE.get() is None:
         raise LaunchError(
-            f"this process is one of {told.world_size} that {told.launcher} started ({told.names[1]}), and launch "
-            f"would start {nprocs} more for each of them, a training of its own every time. Leave launch out, and "
-            f"{told.launcher}'s processes are the ranks; or start one process. If separate trainings are meant, set "
+            f"{place.launcher} started {place.world_size} processes ({place.names[1]}); this is one of them. launch "
+            f"would start {nprocs} more in each, as separate trainings. Do not call launch: then "
+            f"{place.launcher}'s processes are the ranks. Or start one process. If you want separate trainings, set "
             f"{env.EXPECTED_WORLD_SIZE.name}=1."
         )
 
@@ -131,8 +131,8 @@ def _warn_of_cuda() -> None:
     if torch is not None and torch.cuda.is_initialized():
         held = torch.cuda.memory_reserved() / (1 << 20)
         warnings.warn(
-            f"CUDA is in use in this process, which keeps {held:.0f} MiB of a GPU that a rank will train on. The ranks "
-            f"are fresh processes and work all the same; restart this one first if memory is short.",
+            f"this process uses CUDA, and keeps {held:.0f} MiB of a GPU on which a rank will train. The ranks are new "
+            f"processes, so they work. If GPU memory is short, restart this process before you call launch.",
             stacklevel=3,
         )
 
@@ -193,6 +193,6 @@ def _first_error(told: Mapping[int, tuple[str, bytes]], code: int) -> str:
         if raised is not None and raised.raised_at_s is not None:
             found.append((raised.lost_a_peer, raised.raised_at_s, rank, raised.traceback))
     if not found:
-        return f"the job failed with exit code {code}; what the ranks said is above"
+        return f"the job failed with exit code {code}; the output of the ranks is above"
     *_, rank, text = min(found)
     return f"rank {rank} failed with {text} (exit code {code}; its traceback is above)"

@@ -63,8 +63,8 @@ def supervise(spec: JobSpec) -> int:
     """
     if not _has_torch():
         raise LaunchError(
-            f"photinus run needs PyTorch, which {sys.executable} does not have. Install it as pytorch.org says for "
-            f"your device, or start photinus with the Python that has it."
+            f"photinus run needs PyTorch, which {sys.executable} does not have. Install it (pytorch.org shows the "
+            f"command for your device), or start photinus with a Python that has it."
         )
     check_torch()
     environ = dict(os.environ)
@@ -107,7 +107,7 @@ def supervise(spec: JobSpec) -> int:
                 verdict = agent.run()
         except Interrupted:
             if agent.suspension is not None:
-                output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
+                output.say(f"photinus: {agent.suspension}; the same command resumes from there\n")
             return _report_interrupt(spec, interrupts, output, chosen.count * agent.ended_workers)
         except JobEndedError:
             # A signal to all hosts: another's end is no news then, if it arrives first.

@@ -46,8 +46,8 @@ def count_gpus(kind: str = "cuda") -> int:
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=environ)
     if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise DeviceError(f"torch cannot say how many GPUs there are: {said[0]}")
+        said = asked.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        raise DeviceError(f"torch cannot count the GPUs of this host: {said[0]}")
     return int(asked.stdout.split()[-1])
 
 
@@ -63,7 +63,7 @@ def visible_devices(numbers: Sequence[int], visible: str | None) -> str:
     missing = [number for number in numbers if number >= len(names)]
     if missing:
         raise DeviceError(
-            f"--device asks for GPU {missing[0]}, but {VISIBLE}={visible!r} shows {len(names)} here, numbered from 0."
+            f"--device names GPU {missing[0]}, but {VISIBLE}={visible!r} shows {len(names)} here, numbered from 0."
         )
     return ",".join(names[number] for number in numbers)
 
@@ -73,7 +73,7 @@ def check_devices(numbers: Sequence[int], present: int) -> None:
     if present < len(numbers):
         raise DeviceError(
             f"--device {','.join(map(str, numbers))} names {len(numbers)} GPU{'s' * (len(numbers) > 1)}, but torch "
-            f"sees {present} of them here. `photinus doctor` lists those that there are; --cpu trains without."
+            f"sees {present} of them here. `photinus doctor` lists the GPUs; --cpu trains on the CPU."
         )
 
 
@@ -111,17 +111,17 @@ def choose_worker_count(
     if isinstance(wanted, int):
         present = 0 if cpu_only else gpus()
         if 0 < present * ranks_per_gpu < wanted:
-            room = "each worker needs one of its own" if ranks_per_gpu == 1 else f"each has room for {ranks_per_gpu}"
+            room = "each worker needs its own" if ranks_per_gpu == 1 else f"each GPU takes {ranks_per_gpu}"
             raise DeviceError(
                 f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {present} "
                 f"GPU{'s' if present > 1 else ''}, and {room}. Give --nproc-per-node {present * ranks_per_gpu}, or "
-                f"--cpu to train on the CPU. (--ranks-per-gpu {-(-wanted // present)} lets them share, to try a job.)"
+                f"--cpu to train on the CPU. (--ranks-per-gpu {-(-wanted // present)} lets them share, for testing.)"
             )
         if present == 0 and wanted > _MOST_PER_CORE * cores() and not oversubscribe:
             raise UsageError(
                 f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {cores()} usable "
-                f"core{'s' * (cores() > 1)} for them and no GPU. More than {_MOST_PER_CORE} on a core "
-                f"({_MOST_PER_CORE * cores()} here) only take turns: if they are meant, add --oversubscribe."
+                f"core{'s' * (cores() > 1)} and no GPU. More than {_MOST_PER_CORE} per core "
+                f"({_MOST_PER_CORE * cores()} here) only take turns. To start them all the same, add --oversubscribe."
             )
         return WorkerCount(wanted)
     asked = wanted == "gpu" or (wanted == "auto" and not cpu_only)

@@ -48,7 +48,7 @@ def join_job(
     if name is None:
         least, most = nnodes
         raise UsageError(
-            f"--nnodes {least if least == most else f'{least}:{most}'} needs the host that leads: give --master-addr "
+            f"--nnodes {least if least == most else f'{least}:{most}'} needs the leading host: give --master-addr "
             f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
         )
     port = DEFAULT_PORT if hosts.port is None else hosts.port
@@ -69,8 +69,8 @@ def join_job(
             secret = env.JOB_SECRET.get(environ)
             if secret is None and not is_loopback(address):
                 say(
-                    f"photinus: leads at {address} port {bound} without a secret: whoever reaches that port can take "
-                    f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
+                    f"photinus: this host leads at {address} port {bound} without a secret: every host that reaches "
+                    f"the port can join. Set {env.JOB_SECRET.name} to the same random text on every host.\n",
                     False,
                 )
             if address in _ANY:
@@ -122,13 +122,13 @@ def _listener(
     if not own:
         if must:
             raise LaunchError(
-                f"this host is to lead, but --master-addr {leader} is no address of it. Give its own address, or with "
-                f"--local-addr what it is to listen on (0.0.0.0: all its addresses).",
+                f"this host should lead, but --master-addr {leader} is not one of its addresses. Give one of them, or "
+                f"give --local-addr, the address to listen on (0.0.0.0: all addresses).",
                 exit_code=2,
             )
         return None, leader
     if port == 0:
-        raise UsageError("--master-port 0 on several hosts: the others could not know the port. Give a number.")
+        raise UsageError("--master-port 0 works on one host only: others cannot know the port. Give a port number.")
     try:
         return listen(own[0], port), own[0]
     except PortTakenError:
@@ -155,8 +155,8 @@ def _own_addresses(leader: str, say: Callable[[str, bool], None]) -> list[str] |
         return own or ["127.0.0.1"]
     where = outside[0] if len(outside) == 1 else f"all addresses ({', '.join(outside)})"
     say(
-        f"photinus: {leader} is {own[0] if own else 'nothing'} to this host itself, where no other reaches it: the job "
-        f"is led at {where} (--local-addr names another address)\n",
+        f"photinus: {leader} resolves to {own[0] if own else 'nothing'} on this host, which other hosts cannot "
+        f"reach: the job listens on {where} (to change it: --local-addr)\n",
         False,
     )
     return outside if len(outside) == 1 else ["0.0.0.0"]

@@ -87,8 +87,7 @@ class Logs:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise UsageError(
-                f"--log-dir {base}: nothing can be written there: {error.strerror}. Give another folder, or leave the "
-                f"flag out."
+                f"--log-dir {base}: cannot write there: {error.strerror}. Give another folder, or remove the flag."
             ) from error
         self.base = Path(base)
 

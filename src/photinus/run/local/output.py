@@ -284,8 +284,8 @@ class Output:
         if not self._warned:
             self._warned = True
             self.say(
-                f"photinus: warning: {path} cannot be written: {error.strerror}. Training goes on; what does not fit "
-                f"into log files is only shown here.\n"
+                f"photinus: warning: cannot write {path}: {error.strerror}. Training continues; output that does not "
+                f"fit into log files is shown here only.\n"
             )
 
     def _write(self, target: int, data: bytes, *, clear: bool = True) -> None:

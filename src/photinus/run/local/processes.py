@@ -269,7 +269,8 @@ class Processes:
             if waited_s > _SAY_LEFT_S and not has_said:
                 has_said = True
                 self._output.say(
-                    f"photinus: all workers ended well; up to {grace_s:g} s (--stop-grace) for {_names(left)}\n"
+                    f"photinus: all workers exited with code 0; waiting up to {grace_s:g} s (--stop-grace) for "
+                    f"{_names(left)}\n"
                 )
             self.wait(min(0.1, grace_s - waited_s))
             waited_s = time.monotonic() - begun_s
@@ -408,7 +409,7 @@ class Processes:
 
     def _kill(self) -> None:
         if left := self._leftovers():
-            self._output.say(f"photinus: killed what the workers left running: {_names(left)}\n")
+            self._output.say(f"photinus: killed processes that the workers left running: {_names(left)}\n")
         for worker in self._workers:
             worker.killed_by_us |= worker.status is None
             # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
@@ -417,7 +418,7 @@ class Processes:
         for worker in self._workers:
             if worker.status is None:
                 self._output.say(
-                    f"photinus: rank {worker.rank} (pid {worker.process.pid}) has not died {_KILLED_DIES_WITHIN_S:g} s "
+                    f"photinus: rank {worker.rank} (pid {worker.process.pid}) still exists {_KILLED_DIES_WITHIN_S:g} s "
                     f"after SIGKILL: it may hang in the kernel (a device, a network file system) and hold its device\n"
                 )
                 continue

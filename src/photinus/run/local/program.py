@@ -40,11 +40,11 @@ def check_program(program: Program) -> None:
 
 def _check_script(target: str) -> None:
     if not target:
-        raise UsageError("the script's name is empty. Is it a variable of the shell that is not set?")
+        raise UsageError("the name of the script is empty. Is a shell variable not set?")
     path = Path(target)
     if path.is_dir():
         if not (path / "__main__.py").exists():
-            raise UsageError(f"{target} is a folder without __main__.py; give the script inside it that is to run.")
+            raise UsageError(f"{target} is a folder without __main__.py; name the script inside it.")
         return
     if not path.exists():
         folder = path.parent
@@ -59,7 +59,7 @@ def _check_script(target: str) -> None:
                 hint = f" There is a module of that name: did you mean -m {target}?"
         raise UsageError(f"script {target} does not exist (looked in {os.getcwd()}).{hint}")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"script {target} exists but may not be read by this user.")
+        raise UsageError(f"script {target} exists, but this user may not read it.")
     if path.is_file() and path.suffix not in _PYTHON:
         _check_is_python(target, path)
 
@@ -68,7 +68,7 @@ def _check_is_python(target: str, path: Path) -> None:
     """Raises UsageError for programs, shell scripts and notebooks: Python would show a SyntaxError for each worker."""
     if path.suffix == ".ipynb":
         raise UsageError(
-            f"{target} is a notebook. Call photinus.launch in it, or make a script of it: `jupyter nbconvert --to "
+            f"{target} is a notebook. Call photinus.launch in it, or convert it: `jupyter nbconvert --to "
             f"script {target}`."
         )
     with path.open("rb") as file:
@@ -88,14 +88,14 @@ def _check_executable(target: str) -> None:
         return
     path = Path(target)
     if path.is_file():
-        start = " Leave out --no-python to run it as a Python script." if path.suffix == ".py" else ""
-        raise UsageError(f"{target} is no program: it is not executable (chmod +x).{start}")
+        start = " Remove --no-python to run it as a Python script." if path.suffix == ".py" else ""
+        raise UsageError(f"{target} is not executable. If it is a program: chmod +x.{start}")
     raise UsageError(f"program {target} was not found (looked in {os.getcwd()} and PATH).")
 
 
 def _check_module(target: str) -> None:
     if target.endswith(".py"):
-        raise UsageError(f"-m takes a module's name, and {target} looks like a file; leave out -m.")
+        raise UsageError(f"-m takes a module's name, and {target} looks like a file; remove -m.")
     # Only the first part: looking deeper would import the user's package into the launcher.
     top = target.partition(".")[0]
     if _find(top) is None:

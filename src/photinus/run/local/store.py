@@ -58,7 +58,7 @@ class StoreProcess:
             reaches_from(LOOPBACK)
         except OSError as error:  # workers would listen and dial all the same, for minutes
             raise LaunchError(
-                f"the loopback interface is down ({error.strerror}), and workers of this host meet over {LOOPBACK}: "
+                f"the loopback interface is down ({error.strerror}), and the workers of this host need {LOOPBACK}: "
                 f"`ip link set lo up`, or start the container with a network."
             ) from None
         if self._process is not None and not self._close_store():

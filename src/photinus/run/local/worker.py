@@ -287,7 +287,7 @@ def main() -> None:
         if not faulthandler.is_enabled():
             faulthandler.enable(faults, all_threads=False)
     except OSError as problem:
-        print(f"photinus: no stack will be shown for a fatal signal: {problem}", file=sys.stderr)
+        print(f"photinus: a fatal signal will show no stack: {problem}", file=sys.stderr)
     if kind == "program":
         # Python's place is taken. The kernel's promise to end it with the launcher stays.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, which the program would inherit

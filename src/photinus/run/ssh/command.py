@@ -65,7 +65,7 @@ def ssh_command(ssh: str, port: int | None, *, needed: bool) -> str:
     if not words:
         raise UsageError("--ssh needs a command, like `ssh -i key`.")
     if shutil.which(words[0]) is None:
-        more = " Install it (Debian: openssh-client), or name another with --ssh." if words[0] == "ssh" else ""
+        more = " Install it (Debian: openssh-client), or give another command with --ssh." if words[0] == "ssh" else ""
         raise UsageError(f"--ssh: program {words[0]} was not found.{more}")
     return command
 
@@ -119,7 +119,7 @@ def exported_variables(
         chosen |= _read_variables(file)
     for name in export:
         if name not in environ:
-            raise UsageError(f"--export {name}: {name} is not set here. Set it, or leave it out.")
+            raise UsageError(f"--export {name}: {name} is not set here. Set it, or remove it from --export.")
         chosen[name] = environ[name]
     return chosen
 
@@ -139,7 +139,7 @@ def _read_variables(file: Path) -> dict[str, str]:
             continue
         name, equals, value = text.partition("=")
         if not equals or not VARIABLE_NAME.fullmatch(name):
-            raise UsageError(f"{file}:{number}: {line.strip()!r} is not understood. A line reads NAME=VALUE.")
+            raise UsageError(f"{file}:{number}: {line.strip()!r} is not valid. Write NAME=VALUE.")
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
         variables[name] = value

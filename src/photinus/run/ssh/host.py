@@ -194,7 +194,7 @@ class RemoteHost:
                 self.ended = 128 - status if status < 0 else status
             elif self._marked:
                 last = [text.strip() for text in err.splitlines() if text.strip()][-1:]
-                self.trouble = f"host {self.name}: the connection to it was lost" + (f" ({last[0]})." if last else ".")
+                self.trouble = f"host {self.name}: ssh lost the connection" + (f" ({last[0]})." if last else ".")
             else:
                 how = f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
                 said = (err.strip() or out.strip() or "it printed nothing").rstrip(".")
@@ -246,7 +246,7 @@ class RemoteHost:
             try:
                 self._take_answer(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                self.trouble = f"host {self.name}: it does not answer as expected ({error})."
+                self.trouble = f"host {self.name}: the answer is not valid ({error})."
 
     def _take_answer(self, answer: dict[str, Any]) -> None:
         if "hello" in answer:
@@ -254,7 +254,7 @@ class RemoteHost:
             theirs = answer["hello"]["photinus"]
             if theirs != __version__:
                 self.trouble = (
-                    f"host {self.name}: it has Photinus {theirs}, and here is {__version__}. All hosts of a job need "
+                    f"host {self.name}: Photinus {theirs} is installed there, and {__version__} here. All hosts need "
                     f"the same version."
                 )
         elif "trouble" in answer:

@@ -31,13 +31,13 @@ class Host:
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """The hosts of a file, in its order. UsageError: it cannot be read, or as for `parse_hostfile`."""
-    like = "has a line for each host, like `node1 slots=4`."
+    like = "needs one line per host, like `node1 slots=4`."
     try:
         text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--hostfile {path} cannot be read: {error.strerror}. It {like}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--hostfile {path} is no text file; it {like}") from None
+        raise UsageError(f"--hostfile {path} is not a text file. It {like}") from None
     return parse_hostfile(text, path)
 
 
@@ -51,36 +51,36 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
         host = _host(words, f"{path}:{number}")
         if host.name in hosts:
             raise UsageError(
-                f"{host.where}: {host.name} stands in {hosts[host.name].where} already. One line for each host: add "
-                f"up their slots."
+                f"{host.where}: {host.name} is already listed at {hosts[host.name].where}. Use one line per host, "
+                f"with the total slots."
             )
         hosts[host.name] = host
     if not hosts:
-        raise UsageError(f"{path} names no host. It has a line for each, like `node1 slots=4`.")
+        raise UsageError(f"{path} names no hosts. It needs one line per host, like `node1 slots=4`.")
     return tuple(hosts.values())
 
 
 def _host(words: list[str], where: str) -> Host:
     named = _NAME.fullmatch(words[0])
     if named is None:
-        raise UsageError(f"{where}: {words[0]!r} is no host. A line reads `node1 slots=4`.")
+        raise UsageError(f"{where}: {words[0]!r} is not a host name. Write `node1 slots=4`.")
     mpich = _MPICH.fullmatch(words[0])
     if mpich is not None:
         raise UsageError(f"{where}: {words[0]} is MPICH's spelling; write `{mpich[1]} slots={mpich[2]}`.")
     if named["name"].startswith("-"):  # ssh would take it for an option
-        raise UsageError(f"{where}: {words[0]!r} is no host: a name does not begin with a dash.")
+        raise UsageError(f"{where}: {words[0]!r} is not a host name: it starts with a dash.")
     slots: int | None = None
     for word in words[1:]:
         key, equals, value = word.partition("=")
         key = key.replace("_", "-")
         if not equals or key not in ("slots", *_IGNORED):
-            raise UsageError(f"{where}: {word!r} is not understood. After the host stands slots=N, and nothing else.")
+            raise UsageError(f"{where}: {word!r} is not valid. Only slots=N may follow the host name.")
         if not value.isdecimal() or (key == "slots" and int(value) < 1):
             raise UsageError(
-                f"{where}: {word} needs a whole number, 1 or more (# in front of the line leaves the host out)."
+                f"{where}: {word} needs a whole number, 1 or more. (To skip the host, start its line with #.)"
             )
         if key == "slots":
             if slots is not None:
-                raise UsageError(f"{where}: slots stands there twice, {slots} and {value}.")
+                raise UsageError(f"{where}: slots is given twice, {slots} and {value}.")
             slots = int(value)
     return Host(named["name"], slots, named["user"], where)

@@ -68,11 +68,11 @@ def _prepare(order: dict[str, Any]) -> socket.socket | None:
         os.chdir(cwd)
     except OSError as error:
         raise UsageError(
-            f"its folder {cwd} cannot be entered ({error.strerror}), and the job runs in the folder where it was "
-            f"typed. Share or copy the folder to the same path, or start from one that all hosts have."
+            f"cannot enter the folder {cwd} ({error.strerror}). The job runs in the folder where you typed the "
+            f"command. Share or copy it to the same path, or start in a folder that all hosts have."
         ) from None
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("torch is not installed there. Install the torch of the other hosts in the same environment.")
+        raise UsageError("torch is not installed there. Install the same torch as on the other hosts.")
     check_program(Program(order["program"]["kind"], order["program"]["target"]))
     if order["listen"] is None:
         _say({"prepared": {}})

@@ -135,13 +135,13 @@ class _Job:
             return 0
         code, name = self._failed.ended, self._failed.name
         if code is None:
-            raise LaunchError(f"{self._failed.trouble} The others were ended.")
+            raise LaunchError(f"{self._failed.trouble} The launcher ended the others.")
         if code - 128 not in SIGNALS and all(host.ended == code for host in self._hosts):
             return code  # the host that leads has told what it was
         if code == LOST:
             raise LaunchError(
-                f"host {name}: the connection to it was lost, or `photinus run` was killed there. The others were "
-                f"ended."
+                f"host {name}: ssh lost the connection, or `photinus run` was killed there. The launcher ended the "
+                f"others."
             )
         raise LaunchError(
             f"the job failed: host {name} was the first to end, with exit code {code}; see above", exit_code=code
@@ -153,7 +153,7 @@ class _Job:
             raise LaunchError(f"{troubles[0]} Nothing was started.")
         if troubles:
             count, listed = f"{len(troubles)} of {len(self._hosts)}", "".join(f"\n  {text}" for text in troubles)
-            raise LaunchError(f"{count} hosts cannot be used; nothing was started.{listed}")
+            raise LaunchError(f"cannot use {count} hosts. Nothing was started.{listed}")
 
     def _prepare(self) -> None:
         for number, host in enumerate(self._hosts):
@@ -162,7 +162,7 @@ class _Job:
         if not self._reached.wait(lambda: all(host.answers or host.done for host in self._hosts), _PREPARE_S):
             late = ", ".join(host.name for host in self._hosts if not host.answers)
             raise LaunchError(
-                f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, with the folder "
+                f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, at the folder "
                 f"{os.getcwd()}. Nothing was started."
             )
 
@@ -181,7 +181,7 @@ class _Job:
         if len(self._hosts) > 1:
             common[JOB_SECRET.name] = secrets.token_hex(32)
         if place and self._spec.hosts.port is None and place["port"] != DEFAULT_PORT:
-            self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; {place['port']} is used instead")
+            self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; using port {place['port']}")
         for number, host in enumerate(self._hosts):
             host.answers.clear()
             environ = {**common, STARTED_AS.name: host.name}
@@ -253,7 +253,7 @@ class _Job:
     def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]
         left = [host.name for host in self._hosts if not host.done] if self._signals_sent else []
-        silent = f"; {', '.join(left)} did not confirm it in time" if left else ""
+        silent = f"; {', '.join(left)} did not confirm in time" if left else ""
         self._say(f"ended by {number.name}: {what}{silent}")
         return 128 + number
 
@@ -271,6 +271,6 @@ def _dry_run_text(
         how = "this host" if is_this else f"over {ssh} {host.destination}"
         words = words_of(number, leader, port)
         lines += ["", f"  {host.name} ({how})", f"    photinus run {shlex.join(mask_words(words))}"]
-    lines += ["", "environment variables that the hosts are given:"]
+    lines += ["", "environment variables for the hosts:"]
     lines += [f"  {name}={value}" for name, value in sorted(mask(environ).items())] or ["  none"]
     return "\n".join(lines)
