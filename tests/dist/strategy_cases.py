@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -366,8 +367,7 @@ class Cases:
         if when == "gathered":
             model(torch.ones(1, 4))
         if when != "before":
-            kind = torch.optim.Muon if when == "Muon" else torch.optim.SGD
-            optimizer = kind([p for p in model.parameters() if p.dim() == 2], lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def closure() -> Tensor:
             loss = model(torch.full((2, 4), 1.0 + self.rank)).square().mean()
@@ -378,9 +378,90 @@ class Cases:
             for _ in range(3):
                 optimizer.step(closure) if when == "closure" else (closure(), optimizer.step())
                 optimizer.zero_grad()
-        except (photinus.PhotinusError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"
+        except photinus.PhotinusError as error:
+            return str(error)
         return numbers(state_of(model))
+
+    def changed_by_hand(self, strategy: str, how: str) -> Any:
+        """The weights of a training in whose middle the user changes the optimizer, or the error."""
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = photinus.wrap(net, optimizer, strategy=strategy)
+        try:
+            for step in range(4):
+                group = optimizer.param_groups[0]
+                if step == 2 and how == "state":
+                    optimizer.state = defaultdict(dict)
+                elif step == 2 and how == "groups":
+                    optimizer.param_groups = [{**group, "lr": 0.01}]
+                elif step == 2 and how == "split":
+                    last, group["params"] = group["params"][2:], group["params"][:2]
+                    optimizer.param_groups.append({**group, "params": last, "lr": 0.01})
+                elif step == 2:
+                    optimizer.state_dict()
+                model(torch.full((2, 4), 1.0 + self.rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except photinus.PhotinusError as error:
+            return str(error)
+        return numbers(state_of(model))
+
+    def clip(self, strategy: str, norm_type: float) -> Any:
+        """The norm that clipping finds, and what it leaves of the gradients; parts of some parameters are empty."""
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        model, optimizer = photinus.wrap(net, torch.optim.SGD(net.parameters(), lr=1.0), strategy=strategy)
+        model(torch.arange(8.0).reshape(2, 4) + self.rank).sum().backward()
+        norm = strategy_of(model).clip(model, 0.5, norm_type)
+        optimizer.step()
+        return [norm.item(), numbers(state_of(model))]
+
+    def odd_layout(self, strategy: str) -> Any:
+        """The weights of a training in which stacks share a block and parameters are not contiguous."""
+
+        class Shared(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                block = nn.Linear(300, 300)
+                self.first, self.second = (
+                    nn.Sequential(block, nn.Tanh()),
+                    nn.Sequential(nn.Sequential(block), nn.Tanh()),
+                )
+                self.turned = nn.Parameter(torch.randn(4, 300).t())
+                self.nothing = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.second(self.first(x)) @ self.turned + self.nothing.sum()  # type: ignore[no-any-return]
+
+        torch.manual_seed(0)
+        net = Shared()
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-4, momentum=0.9)
+        model, optimizer = photinus.wrap(net, optimizer, strategy=strategy)
+        for _ in range(3):
+            model(torch.full((2, 300), 0.1 + self.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(state_of(model))
+
+    def layer_by_layer(self, strategy: str) -> str:
+        """The error of a model that calls the layers of its blocks, and not the blocks."""
+
+        class Blocks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([Block()])
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.blocks[0].up(x)  # type: ignore[no-any-return, union-attr, operator]
+
+        net = Blocks()
+        model = photinus.wrap(net, strategy=strategy, shard=[Block])
+        try:
+            model(torch.ones(2, WIDTH))
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def nested_no_sync(self, strategy: str) -> Any:
         """Whether leaving an inner no_sync leaves the outer one in force, and gradients differ between the ranks."""
@@ -484,6 +565,8 @@ class Cases:
         model, options = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}
         if what == "scalar":
             model[0].scale = nn.Parameter(torch.tensor(1.0))
+        elif what == "empty":
+            model[0].nothing = nn.Parameter(torch.empty(0, 3))
         elif what == "dtypes":
             model[0].double()
         elif what == "sparse":

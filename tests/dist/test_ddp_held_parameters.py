@@ -134,11 +134,7 @@ def check_what_is_split_or_wrapped_already_is_refused_by_every_strategy(group: d
                 wrap_model(net, [optimizer], strategy=strategy, device=torch.device("cpu"), process_group=group)
     first, second = (nn.Sequential(layer) for layer in tied())
     wrap_model(first, strategy="zero3", device=torch.device("cpu"), process_group=group)
-    with expect(
-        ValueError,
-        "0.weight of Sequential was split before, as 0.weight of Sequential",
-        "Wrap one module that holds both",
-    ):
+    with expect(ValueError, "0.weight was split before, as 0.weight of Sequential", "Wrap one module that holds both"):
         wrap_model(second, strategy="zero3", device=torch.device("cpu"), process_group=group)
 
 

@@ -23,12 +23,11 @@ class HeldParameters:
         ignored: names of parameters that are left alone.
 
     Attributes:
-        module: that module.
         names: the names by parameter.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
-        self.module = module
+        self._module = module
         self._ignored = ignored
         self.names = {p: name for name, p in self._named() if p.requires_grad}
         self._frozen = {p for _, p in self._named() if not p.requires_grad}
@@ -36,16 +35,16 @@ class HeldParameters:
         self._look()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
 
     def _look(self) -> None:
-        self.modules = list(self.module.modules())
+        self._modules = list(self._module.modules())
         self._seen = self._parts()
 
     def _parts(self) -> list[object]:
         # Listing the parameters by name costs ten times as much, and this is done in each step.
         parts: list[object] = []
-        for module in self.modules:
+        for module in self._modules:
             parts += module._parameters.values()
             parts += module._modules.values()
         return parts
@@ -59,9 +58,9 @@ class HeldParameters:
         parts = self._parts()
         return len(parts) == len(self._seen) and all(map(operator.is_, parts, self._seen))
 
-    def has_any(self, parameters: set[Any]) -> bool:
+    def has_any(self, parameters: Collection[Any]) -> bool:
         """Return whether any of these is the module's."""
-        return not (self._frozen.isdisjoint(parameters) and parameters.isdisjoint(self.names))
+        return any(p in self.names or p in self._frozen for p in parameters)
 
     def check(self, rank: int) -> None:
         """Compares the parameters with those at the beginning.
@@ -84,7 +83,7 @@ class HeldParameters:
             changes = ((came, "came"), (gone, "vanished"), (replaced, "replaced by another tensor"))
             shown = "; ".join(f"{', '.join(names[:5])} ({len(names)} {how})" for names, how in changes if names)
             raise UnsuitableModelError(
-                f"rank {rank}: the parameters of {type(self.module).__name__} changed after it was wrapped: {shown}. "
+                f"rank {rank}: the parameters of {type(self._module).__name__} changed after it was wrapped: {shown}. "
                 f"Gradients of new parameters are not averaged, so the ranks would drift apart. Wrap after you changed "
                 f"the model (layers put in, load_state_dict(assign=True), …), and make the optimizer after that, too."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..ddp.ddp import DistributedDataParallel
 from ..zero.sharded_optimizer import check_repointable, check_shardable, consolidated_state, is_sharded, shard_optimizer
-from .strategy import Strategy
+from .strategy import Strategy, explain_errors
 
 
 def options_of(wrapper: type[nn.Module]) -> frozenset[str]:
@@ -30,7 +30,7 @@ class DDPStrategy(Strategy):
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in `photinus.DistributedDataParallel`; optimizers stay as they are."""
         device_ids = None if device.type == "cpu" else [device]
-        return DistributedDataParallel(model, device_ids=device_ids, **self.options)
+        return explain_errors(DistributedDataParallel(model, device_ids=device_ids, **self.options), self.group)
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
@@ -60,8 +60,8 @@ class TorchDDPStrategy(Strategy):
 class Zero1Strategy(DDPStrategy):
     """Whole model and gradients on every rank; each rank remembers and steps its part, and parts are broadcast.
 
-    Each rank holds 1/world size of what the optimizer remembers (Adam: twice the parameters). Options: those of
-    DistributedDataParallel.
+    Each rank holds 1/world size of what the optimizer remembers (Adam: twice the parameters). An optimizer whose `step`
+    computes over all gradients (a norm to clip by) sees this rank's: clip before it. Options: those of "ddp".
     """
 
     name: ClassVar[str] = "zero1"
@@ -86,6 +86,10 @@ class Zero1Strategy(DDPStrategy):
     def save(self, part: nn.Module | Optimizer) -> dict[str, Any]:
         """See `Strategy.save`."""
         return super().save(part) if isinstance(part, nn.Module) else consolidated_state(part)
+
+    def local_state(self, part: nn.Module | Optimizer) -> dict[str, Any]:
+        """See `Strategy.local_state`."""
+        return super().local_state(part) if isinstance(part, nn.Module) else cast(Any, part).state_dict(part=True)
 
     def splits(self, part: nn.Module | Optimizer) -> bool:
         """Optimizers are split."""

@@ -9,6 +9,7 @@ gives its pages back each time (a GPT of 20 M parameters, 4x64 tokens, had 3.6 t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -30,8 +31,8 @@ from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
 from ..zero.split_states import copy_state, is_split, split_as
-from ..zero.watched_steps import drop_gathered, split_once, watch_steps
-from .strategy import Strategy
+from ..zero.watched_steps import drop_gathered, split_once, watch_steps, watched
+from .strategy import Strategy, explain_errors
 
 _NEED_WHOLE = {
     "Adafactor": "computes with whole rows and columns, which torch's DTensors refuse",
@@ -73,11 +74,13 @@ class FullyShardedStrategy(Strategy):
                     f"strategy {self.name!r} cuts parameters along their first dimension, but {name} has none (its "
                     f"shape is []). Give it the shape [1]."
                 )
+            if parameter.requires_grad and not parameter.numel():
+                told = f"strategy {self.name!r} cannot split {name}: it is empty (its shape is {list(parameter.shape)})"
+                raise ValueError(f"{told}. Remove it, or freeze it with requires_grad_(False).")
             if parameter in split_once:
                 raise ValueError(
-                    f"strategy {self.name!r}: {name} of {type(model).__name__} was split before, as "
-                    f"{split_once[parameter]}, so each of the two would train a copy of its own. Wrap one module that "
-                    f"holds both."
+                    f"strategy {self.name!r}: {name} was split before, as {split_once[parameter]}, so each of the two "
+                    f"models would train a copy of its own. Wrap one module that holds both."
                 )
         if self.options.get("find_unused_parameters") and not _can_miss_parameters():
             raise ValueError(
@@ -101,11 +104,9 @@ class FullyShardedStrategy(Strategy):
                     f"({type(unit).__name__}) parameters are {told}. Put them into different units with shard=..., or "
                     f"make them one dtype."
                 )
-        self._check_optimizers(optimizers)
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
-            needs = next((why for kind, why in _NEED_WHOLE.items() if _is_a(optimizer, kind)), None)
+            kinds = ((getattr(torch.optim, kind, ()), why) for kind, why in _NEED_WHOLE.items())  # old torch lacks some
+            needs = next((why for kind, why in kinds if isinstance(optimizer, kind)), None)
             if needs is not None:
                 raise TypeError(
                     f"strategy {self.name!r} gives the optimizer a part of each parameter, but "
@@ -124,9 +125,10 @@ class FullyShardedStrategy(Strategy):
             return model
         group = self.group
         before = dict(model.named_parameters())
-        told: dict[torch.Tensor, str] = {p: f"{name} of {type(model).__name__}" for name, p in before.items()}
         take_over_parameters(model, {parameter: name for name, parameter in before.items()})
         self._start_as_rank_0(model, group, device)
+        for parameter in before.values():
+            parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
         settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(group, device.type),
             "reshard_after_forward": self.drops_after_forward,
@@ -153,10 +155,12 @@ class FullyShardedStrategy(Strategy):
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
-        split_once.update(told)
+        split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
-        watch_steps(held, lambda optimizer: self._check_optimizers([optimizer]))
+        watched.add(held)
+        explain_errors(model, group)
+        watch_steps()
         return model
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -185,6 +189,18 @@ class FullyShardedStrategy(Strategy):
     def clip(self, wrapped: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See `Strategy.clip`. The ranks add up the norms of their parts."""
         drop_gathered(wrapped)  # else the whole parameters are listed, which have no gradients
+        gradients = [cast(Any, p.grad) for p in wrapped.parameters() if is_split(p.grad)]
+        if gradients and gradients[0].device_mesh.ndim == 1 and not 0 <= norm_type < math.inf:
+            parts = [part for part in (gradient.to_local() for gradient in gradients) if part.numel()]
+            own = gradients[0].to_local().new_tensor(0.0 if norm_type > 0 else math.inf)
+            if parts:  # torch has no such norm of an empty part
+                own.copy_(nn.utils.get_total_norm(parts, norm_type))
+            norms = [torch.empty_like(own) for _ in range(gradients[0].device_mesh.size())]
+            dist.all_gather(norms, own, group=gradients[0].device_mesh.get_group())
+            norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            for part in parts:
+                part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            return norm
         norm = super().clip(wrapped, max_norm, norm_type)
         return cast(torch.Tensor, cast(Any, norm).full_tensor()) if is_split(norm) else norm
 
@@ -304,11 +320,6 @@ def _can_miss_parameters() -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-
-
-def _is_a(optimizer: Optimizer, kind: str) -> bool:
-    cls = getattr(torch.optim, kind, None)  # older versions of torch do not have all
-    return cls is not None and isinstance(optimizer, cls)
 
 
 def _make_memory_for_training(model: nn.Module, *_: Any) -> None:

@@ -8,6 +8,7 @@ gradients are averaged and over what, is the strategy's own affair, so that it m
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from ...words import hint
@@ -147,3 +149,24 @@ class Strategy(ABC):
     def _require_made(self, wrapped: nn.Module) -> None:
         if not self.recognizes(wrapped):
             raise TypeError(f"strategy {self.name!r} did not wrap this {type(wrapped).__name__}")
+
+
+def explain_errors(wrapped: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Returns the model, which adds what to do to errors of a forward that do not say it."""
+
+    def explain(*_: Any) -> None:
+        error = sys.exc_info()[1]  # the hook of a forward that fails is called while its error is handled
+        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+            advice = (
+                "Only the forwards of the model and of its units gather parameters: choose units by wrap(shard=...)."
+            )
+        elif error is not None and group not in dist.distributed_c10d._world.pg_map:
+            advice = (
+                "The model was wrapped in a photinus.init() that has ended: wrap a new one, and load the saved state."
+            )
+        else:
+            return
+        error.args = (f"{error}\n{advice}",)
+
+    wrapped.register_forward_hook(_disable_dynamo(explain), always_call=True)
+    return wrapped

@@ -32,8 +32,8 @@ def shard_units(model: nn.Module, shard: Shard = None) -> list[nn.Module]:
     """
     chosen = _by_default(model) if shard is None else _by_rule(model, shard)
     units = [module for module in chosen if module is not model and _elems(module) and not _shares(module, model)]
-    # modules() lists what is outside first; fully_shard wants the inside first
-    return units[::-1]
+    # Each once: stacks may share a block. fully_shard wants what is inside first, which has fewer modules.
+    return sorted(dict.fromkeys(units), key=lambda unit: len(list(unit.modules())))
 
 
 def _by_default(model: nn.Module) -> list[nn.Module]:

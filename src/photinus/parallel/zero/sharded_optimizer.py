@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ...errors import PhotinusError
 from ..exchange.tensors import tensors_in
 from .split_states import gather_states
 
@@ -81,7 +82,7 @@ def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
     Raises:
         TypeError: it remembers something else than tensors, numbers, text, lists and dicts; on all ranks.
     """
-    whole = optimizer.state_dict()
+    whole = cast(_Sharded, optimizer).state_dict(part=True)
     parts = gather_states(whole["state"], cast(_Sharded, optimizer)._zero.process_group)
     remembered = {key: state for part in parts for key, state in part.items()}
     order = sorted(remembered, key=lambda key: (isinstance(key, str), key))
@@ -92,10 +93,20 @@ class _Sharded(Optimizer):
     """What is different in an optimizer that is a face. Comes before its own class in the order of methods."""
 
     _zero: Any
+    _linked: list[list[int]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps this rank's part, and brings everyone's to everyone."""
+        _relink(self)
         return cast("float | None", self._zero.step(closure))
+
+    def state_dict(self, *, part: bool = False) -> dict[str, Any]:
+        """Refuses to return this rank's part, unless it is asked for."""
+        if self._zero.world_size > 1 and not part:
+            raise PhotinusError(
+                f"{type(self).__name__}.state_dict() would be a part: use photinus.save(path, optimizer=optimizer)"
+            )
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of a whole optimizer, or that of this rank's part; keeps this rank's part."""
@@ -113,9 +124,11 @@ class _Sharded(Optimizer):
         """Adds a group, part of which this rank steps. Called on all ranks alike."""
         for name, default in self.defaults.items():
             param_group.setdefault(name, default)
+        _relink(self)
         self._zero.add_param_group(param_group)
         self._zero._all_params = [p for group in self._zero.param_groups for p in group["params"]]
         self._zero._is_trainable_mask = self._zero._get_is_trainable_mask()
+        self._linked = _layout(self)
 
 
 @functools.cache
@@ -150,6 +163,22 @@ def _link(face: Any, remembered: Mapping[Any, Any]) -> None:
     face._zero.param_groups = face.param_groups
     face.state = face._zero.optim.state = defaultdict(dict, remembered)
     face._zero._sync_param_groups(face.param_groups, face._zero.optim.param_groups)
+    face._linked = _layout(face)
+
+
+def _relink(face: Any) -> None:
+    """Takes over a state or groups that the user has put in the place of those of the last `_link`."""
+    if _layout(face) != face._linked:
+        raise PhotinusError(
+            f"the parameter groups of {type(face).__name__} had {[*map(len, face._linked)]} parameters in wrap, and "
+            f"{[*map(len, _layout(face))]} or others now: 'zero1' takes them from optimizer.add_param_group only."
+        )
+    if face.state is not face._zero.optim.state or face.param_groups is not face._zero.param_groups:
+        _link(face, {key: face.state[key] for key in _own(face._zero) if key in face.state})
+
+
+def _layout(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _tell_schedulers(optimizer: Optimizer) -> Callable[..., Any]:

@@ -81,8 +81,8 @@ def wrap(
     Args:
         model: a plain module. All ranks start with rank 0's parameters and buffers.
         optimizer, more: optimizers of the model's parameters. Their state (momentum, ...) moves to the device and is
-            split with the parameters. "zero1" needs them. Under "zero2" and "zero3", make an optimizer that is not
-            given after `wrap`, from the wrapped model's parameters.
+            split with the parameters. "zero1" needs them, and `step` sees a part there: none may compute over all
+            gradients at once. Under "zero2" and "zero3", make others after `wrap`, from the new parameters.
         strategy: a name in `photinus.parallel.STRATEGIES`. Default: "ddp".
         sync_batch_norm: let BatchNorm use the statistics of the global batch, not of each rank's part. Default: True.
         options: options of the strategy. "ddp" and "zero1" take those of DistributedDataParallel, such as
