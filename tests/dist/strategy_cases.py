@@ -463,6 +463,19 @@ class Cases:
             return str(error)
         return ""
 
+    def ended_group(self, strategy: str) -> str:
+        """The error of a forward over a process group that has ended."""
+        group = dist.new_group()
+        net = nn.Linear(2, 2)
+        model = photinus.wrap(net, strategy=strategy, process_group=group)
+        model(torch.ones(1, 2)).sum().backward()
+        dist.destroy_process_group(group)
+        try:
+            model(torch.ones(1, 2))
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
+
     def nested_no_sync(self, strategy: str) -> Any:
         """Whether leaving an inner no_sync leaves the outer one in force, and gradients differ between the ranks."""
         training = Training(strategy)

@@ -243,6 +243,12 @@ def test_a_layer_that_was_not_gathered_is_an_error_with_advice(two: RankPool, st
         assert "wrap(shard=...)" in told
 
 
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_a_model_of_a_session_that_has_ended_says_so(two: RankPool, strategy: str) -> None:
+    for told in two.ask({"do": "ended_group", "strategy": strategy}):
+        assert "has ended: wrap a new one, and load the saved state" in told
+
+
 @pytest.mark.parametrize("how", ["state", "groups", "split"])
 def test_what_the_user_puts_into_an_optimizer_after_wrap_counts_as_under_ddp(two: RankPool, how: str) -> None:
     ddp = two.ask({"do": "changed_by_hand", "strategy": "ddp", "how": how})[0]
