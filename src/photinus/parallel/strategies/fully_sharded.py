@@ -31,7 +31,7 @@ from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
 from ..zero.split_states import copy_state, is_split, split_as
-from ..zero.watched_steps import drop_gathered, split_once, watch_steps, watched
+from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_steps
 from .strategy import Strategy, explain_errors
 
 _NEED_WHOLE = {
@@ -75,8 +75,8 @@ class FullyShardedStrategy(Strategy):
                     f"shape is []). Give it the shape [1]."
                 )
             if parameter.requires_grad and not parameter.numel():
-                told = f"strategy {self.name!r} cannot split {name}: it is empty (its shape is {list(parameter.shape)})"
-                raise ValueError(f"{told}. Remove it, or freeze it with requires_grad_(False).")
+                text = f"strategy {self.name!r} cannot split {name}: it is empty (its shape is {list(parameter.shape)})"
+                raise ValueError(f"{text}. Remove it, or freeze it with requires_grad_(False).")
             if parameter in split_once:
                 raise ValueError(
                     f"strategy {self.name!r}: {name} was split before, as {split_once[parameter]}, so each of the two "
@@ -98,10 +98,10 @@ class FullyShardedStrategy(Strategy):
             own = [p for p in unit.parameters() if p.requires_grad and p not in claimed]
             claimed.update(own)
             if len({parameter.dtype for parameter in own}) > 1:
-                told = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own}))
+                types = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own}))
                 raise ValueError(
                     f"strategy {self.name!r} averages the gradients of a unit together, but in one unit "
-                    f"({type(unit).__name__}) parameters are {told}. Put them into different units with shard=..., or "
+                    f"({type(unit).__name__}) parameters are {types}. Put them into different units with shard=..., or "
                     f"make them one dtype."
                 )
         for optimizer in optimizers:
@@ -158,7 +158,7 @@ class FullyShardedStrategy(Strategy):
         split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
-        watched.add(held)
+        split_models.add(held)
         explain_errors(model, group)
         watch_steps()
         return model

@@ -20,7 +20,7 @@ from .split_states import is_split
 split_once: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 """Whole parameters whose parts are trained now, by the names that these have: "weight of Linear"."""
 
-watched: weakref.WeakSet[HeldParameters] = weakref.WeakSet()  # of split models
+split_models: weakref.WeakSet[HeldParameters] = weakref.WeakSet()  # by their parameters
 
 
 def drop_gathered(model: torch.nn.Module) -> None:
@@ -40,12 +40,12 @@ def watch_steps() -> None:
 def _look(optimizer: Optimizer, *_: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in (p for p in parameters if not is_split(p)):
-        gathered = (held.names[parameter] for held in watched if parameter in held.names)
-        told = split_once.get(parameter) or next(gathered, None)
-        if told:
+        gathered = (holder.names[parameter] for holder in split_models if parameter in holder.names)
+        name = split_once.get(parameter) or next(gathered, None)
+        if name:
             raise PhotinusError(
-                f"{type(optimizer).__name__}.step() would train nothing of {told}: made before photinus.wrap and "
+                f"{type(optimizer).__name__}.step() would train nothing of {name}: made before photinus.wrap and "
                 f"not given to it, or between a forward and its backward. Write photinus.wrap(model, optimizer, ...)."
             )
-    for held in [held for held in watched if held.has_any(parameters)]:
-        drop_gathered(held._module)
+    for holder in [holder for holder in split_models if holder.has_any(parameters)]:
+        drop_gathered(holder._module)
