@@ -31,4 +31,4 @@ def test_a_configuration_for_another_world_size_is_refused_before_any_training(t
     ended = run_job("--cpu", "--nproc-per-node", "2", DIGITS / "train_deepspeed.py", "--deepspeed", path)
     assert ended.code == 1
     assert "and 2 ranks do not fit together: train_batch_size 64 must be" in ended.err
-    assert "not restarting: ValueError before the first step of the training would come again" in ended.err
+    assert "not restarting: ValueError before the first training step would happen again" in ended.err

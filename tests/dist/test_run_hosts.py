@@ -100,7 +100,7 @@ def test_a_failure_is_told_whole_by_the_leader_and_in_short_by_the_others(tmp_pa
     assert f"local rank 0 of host {host}, attempt 1" in one.err
     assert "photinus: restarting all 2 workers (restart 1 of 3)" in one.err
     for each in (one, two):
-        assert "photinus: not restarting: RuntimeError came again at " in each.err
+        assert "photinus: not restarting: RuntimeError happened again at " in each.err
     assert "photinus: rank 0 ended by the launcher" in one.err
     assert "Traceback" not in two.err
     assert f"raised RuntimeError: attempt 1: the disk is full (host {host})" in two.err
@@ -118,7 +118,7 @@ def test_one_host_too_many_is_sent_away_and_the_others_go_on(tmp_path):
     jobs[0].wait_for(tmp_path / "0-0.json", tmp_path / "1-0.json")
     third = launch(port, path, tmp_path).end()
     assert third.code == 2
-    assert "this host cannot take part: the job has its 2 hosts already" in third.err
+    assert "this host cannot join: the job already has its 2 hosts" in third.err
     (tmp_path / "go").write_text("on")
     assert [end.code for end in ended(*jobs)] == [0, 0]
 
@@ -229,7 +229,7 @@ def test_a_killed_store_of_the_leading_host_costs_all_hosts_a_restart(tmp_path, 
     one, two = ended(*jobs)
     assert (one.code, two.code) == ((0, 0) if restarts else (1, 1)), one.err
     told = f"the process that holds the workers' store (pid {pid}) was killed by SIGKILL"
-    assert told + " (restart 1 of 1): the hosts that are there" * restarts in one.err
+    assert told + " (restart 1 of 1): the present hosts" * restarts in one.err
     assert len(notes(tmp_path, attempt=1)) == 2 * restarts
 
 
@@ -277,7 +277,7 @@ def squatter(behaviour: Callable[[socket.socket], None]) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
-        (lambda connection: None, "it accepts the connection and says nothing for 3 s"),
+        (lambda connection: None, "it accepts the connection and sends nothing for 3 s"),
         (lambda connection: connection.close(), "it closed the connection"),
         (lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n" * 9), "it answers 'SSH-2.0-OpenSSH"),
     ],
@@ -306,7 +306,7 @@ def test_a_port_held_by_another_job_is_told_apart(tmp_path):
     ours = launch(port, "--rdzv-id", "ours", path, tmp_path).end()
     assert ours.code == 1
     assert (
-        f"127.0.0.1 port {port} does not answer as the host that leads this job: this port belongs to another job"
+        f"127.0.0.1 port {port} does not answer as the host that leads this job: this port belongs to a different job"
         in ours.err
     )
     other_job.send(signal.SIGINT)

@@ -64,7 +64,7 @@ def test_files_are_whole_and_end_with_the_failure_and_the_report_has_the_last_li
     assert "\nerr of 0 in 1\n" in ended.err
     block = ended.err[ended.err.index("was killed by SIGKILL") :]
     assert f"photinus:   its log is {folder}/attempt_0/1/stderr.log\n" in block
-    assert "photinus:   the last that it wrote:\n" in block
+    assert "photinus:   its last output:\n" in block
     assert f"    {lines[-1]}\n    last words, without an end\n" in block
     assert lines[1980] not in block
 
@@ -74,7 +74,7 @@ def test_what_a_worker_said_before_it_left_stands_in_the_report_without_log_file
     ended = run_job("--nproc-per-node", "2", "--max-restarts", "0", script(tmp_path, text))
     assert ended.code == 7
     assert "rank 1 (pid" in ended.err
-    assert "photinus:   the last that it wrote:\n\n    the licence has expired\n\n" in ended.err
+    assert "photinus:   its last output:\n\n    the licence has expired\n\n" in ended.err
 
 
 def on_a_terminal(*words: str | Path) -> Ended:

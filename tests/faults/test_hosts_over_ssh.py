@@ -89,7 +89,7 @@ def test_a_host_that_is_cut_off_ends_the_job_within_ten_seconds(tmp_path):
         ended = finish(process)
         assert time.monotonic() - begun < 10.5
         assert ended.code == 1
-        assert "host host-1 (192.168.78.2) was lost: nothing was heard of it" in ended.err
+        assert "host host-1 (192.168.78.2) was lost: no sign of life" in ended.err
         assert_gone_within(pids, 30.0)
         assert_only_the_server_is_left(place, 30.0)
 

@@ -131,7 +131,7 @@ photinus:   local rank 1 of host \S+, attempt 0, \d+.\d s after its start
 photinus: ranks 0, 2 ended by the launcher
 photinus: restarting all 3 workers \(restart 1 of 1\)
 
-photinus: rank 1 {pid} left with exit code 7
+photinus: rank 1 {pid} exited with code 7
 photinus:   local rank 1 of host \S+, attempt 1, \d+.\d s after its start
 photinus: ranks 0, 2 ended by the launcher
 photinus: no restarts left \(--max-restarts 1\)
@@ -163,7 +163,7 @@ def test_what_cannot_go_better_is_not_tried_again(tmp_path):
     path = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
     ended = run_job("--nproc-per-node", "2", path, "--bogus")
     assert ended.code == 2
-    assert "not restarting: exit code 2 before the first step of the training would come again" in ended.err
+    assert "not restarting: exit code 2 before the first training step would happen again" in ended.err
     # Once from each rank; and in the report, if the first cause is the rank whose lines the launcher carries.
     assert ended.err.count("unrecognized arguments: --bogus") in (2, 3)
 
@@ -173,7 +173,7 @@ def test_an_error_of_the_program_before_its_first_step_is_one_attempt_with_one_t
     assert ended.code == 1
     assert ended.err.count("Traceback (most recent call last)") == 1
     assert ended.err.count("raised NameError: name 'modle' is not defined") == 1
-    assert "not restarting: NameError before the first step of the training would come again" in ended.err
+    assert "not restarting: NameError before the first training step would happen again" in ended.err
 
 
 # Resumes by itself, and fails at the same line after 10 steps of the first attempt and 5 more of the second.
@@ -209,7 +209,7 @@ def test_an_error_that_comes_at_the_same_place_again_ends_a_run_and_shows_its_tr
     assert ended.err.count("raised OSError: storage is away") == 2
     assert ended.err.count("Traceback (most recent call last)") == 2
     assert "photinus: restarting the worker (restart 1 of 3)\n" in ended.err
-    assert f"not restarting: OSError came again at {path}:6, and training got no further than before" in ended.err
+    assert f"not restarting: OSError happened again at {path}:6, and training got no further than before" in ended.err
 
 
 # Fails at each 15th step of the run, so that each attempt gets further than the one before.
@@ -235,7 +235,7 @@ def test_a_run_that_gets_further_each_time_is_tried_again_from_its_checkpoint(tm
     assert ended.code == 1, ended.out + ended.err
     assert "restarting the worker from the checkpoint of step 10 (restart 1 of 3)\n" in ended.err
     assert "restarting the worker from the checkpoint of step 20 (restart 2 of 3)" in ended.err
-    assert "OSError came again at" in ended.err
+    assert "OSError happened again at" in ended.err
 
 
 # The last attempt ends well, the earlier ones wait to be ended.
@@ -342,5 +342,5 @@ def test_a_rank_with_fewer_batches_is_the_first_cause_and_the_job_is_not_started
     ended = run_job("--nproc-per-node", "2", script(tmp_path, FEWER), tmp_path)
     assert ended.code == 1
     assert ended.err.count("PeerLostError: rank 1") == 2  # in the head and in the traceback
-    assert "not restarting: rank 1 ended with exit code 0 while others had more to do" in ended.err
+    assert "not restarting: rank 1 exited with code 0 while others had more to do" in ended.err
     assert "the first cause was rank 1, see above" in ended.err

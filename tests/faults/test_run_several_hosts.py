@@ -172,7 +172,7 @@ def test_a_host_may_join_and_leave_a_job_that_says_so(hosts, tmp_path):
     wait_until([first], *trains(tmp_path, 2, 0))
     second = launch(hosts, 1, tmp_path, *conf, path, tmp_path, nnodes="1:2")
     wait_until([first, second], *trains(tmp_path, 4, 1))
-    assert "host host-1 (192.168.78.2) has come" in first.text
+    assert "host host-1 (192.168.78.2) has joined" in first.text
     second.process.send_signal(signal.SIGTERM)
     assert second.end().code == 143
     begun = time.monotonic()
@@ -201,7 +201,7 @@ def test_a_lost_host_ends_a_job_of_a_fixed_number_within_ten_seconds(hosts, tmp_
     if how == "cut off":
         other = jobs[1].end()
         assert time.monotonic() - begun < 12, other.out
-        assert "the host that leads the job (host-0 port 29500) was lost: nothing was heard of it for 5 s" in other.err
+        assert "the host that leads the job (host-0 port 29500) was lost: no sign of life for 5 s" in other.err
     assert not any(alive(int(note["pid"])) for note in notes(tmp_path))
 
 
@@ -225,7 +225,7 @@ def test_a_lost_host_is_gone_on_without_where_hosts_may_go(hosts, tmp_path, how)
     if how == "cut off":
         hosts[1].connect()
         wait_until(jobs, *trains(tmp_path, 4, 2))
-        assert "host host-1 (192.168.78.2) has come" in jobs[0].text
+        assert "host host-1 (192.168.78.2) has joined" in jobs[0].text
         left = jobs
     (tmp_path / "stop").write_text("now")
     assert_ended_well(*left)
@@ -239,7 +239,7 @@ def test_a_host_that_was_cut_off_too_long_costs_one_restart_and_comes_back(hosts
     hosts[1].cut_off()
     for job, said in zip(
         jobs,
-        ("was lost: nothing was heard of it for 5 s (restart 1 of 1)", "this host's workers end, and it comes back"),
+        ("was lost: no sign of life for 5 s (restart 1 of 1)", "this host stops its workers and joins again"),
         strict=True,
     ):
         wait_for(job, said)
@@ -270,7 +270,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_told_and_costs_nothing(hosts, tm
     (tmp_path / "stop").write_text("now")
     assert_ended_well(*jobs)
     for job, other in zip(jobs, ("host host-1 (192.168.78.2)", "the host that leads the job"), strict=True):
-        assert job.text.count(f"nothing was heard of {other} for 3 s; it counts as lost after 30 s") == 2, job.text
+        assert job.text.count(f"no sign of life from {other} for 3 s; it counts as lost after 30 s") == 2, job.text
         assert job.text.count(f"{other} is back after ") == 2, job.text
         assert "shows signs of life again after" in job.text
     assert not notes(tmp_path, attempt=1)
@@ -342,7 +342,7 @@ def test_another_secret_is_refused_by_name_and_the_job_goes_on(hosts, tmp_path):
     stranger = launch(hosts, 1, tmp_path, "--rdzv-conf", "join_timeout=20", path, tmp_path, nnodes="2").end()
     assert stranger.code == 1
     assert (
-        "host-0 port 29500 does not answer as the host that leads this job: this port belongs to another job"
+        "host-0 port 29500 does not answer as the host that leads this job: this port belongs to a different job"
         in stranger.err
     )
     second = launch(hosts, 1, tmp_path, path, tmp_path, nnodes="2", PHOTINUS_JOB_SECRET="one")

@@ -31,8 +31,8 @@ def test_a_node_list_is_expanded_in_its_order(text: str, hosts: str) -> None:
         ("", "a name is missing"),
         ("a,,b", "a name is missing before character 3"),
         ("node[1-3", "not closed"),
-        ("node1-3]", "no partner"),
-        ("node[[1]]", "no partner"),
+        ("node1-3]", "is not paired"),
+        ("node[[1]]", "is not paired"),
         ("node[]", "neither a number nor a range"),
         ("node[1-x]", "'1-x' in brackets is neither a number nor a range"),
         ("node[3-1]", "range 3-1 is empty"),
@@ -55,5 +55,5 @@ def test_tasks_per_node_are_expanded(text: str, counts: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x)", "2(x99999999)", "-1"])
 def test_what_is_no_number_of_tasks_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no number of tasks"):
+    with pytest.raises(ValueError, match="not a number of tasks"):
         tasks_per_host(text)

@@ -52,7 +52,7 @@ def test_a_host_is_met_where_others_reach_it_by_ipv4_first_and_on_loopback_when_
     assert met("node1") == "10.0.0.7"
     assert met("gpu", otherwise="10.0.0.7") == "10.0.0.7"
     assert met("gpu", otherwise="10.0.0.7", alone=True) == "127.0.1.1"
-    with pytest.raises(LaunchError, match=r"cannot be met as gpu, which only means 127\.0\.1\.1 there"):
+    with pytest.raises(LaunchError, match=r"other hosts cannot reach gpu: it resolves to 127\.0\.1\.1 there"):
         met("gpu")
 
 
@@ -89,7 +89,7 @@ def test_who_knows_the_secret_is_let_in_and_heard():
 
 @pytest.mark.parametrize("other", [key_of("t", "job"), key_of("s", "other job"), key_of("", "")])
 def test_another_secret_or_job_is_refused(other):
-    with pytest.raises(RefusedError, match="this port belongs to another job"):
+    with pytest.raises(RefusedError, match="this port belongs to a different job"):
         meet(key_of("s", "job"), other)
 
 
@@ -128,7 +128,7 @@ def test_strangers_behind_the_port_are_told_apart():
         "it answers 'HTTP/1.1 400 Bad Request', which is not Photinus"
     )
     assert dial_a_stranger(lambda connection: None) == "it closed the connection"
-    assert dial_a_stranger(lambda connection: time.sleep(1)) == "it accepts the connection and says nothing for 0.5 s"
+    assert dial_a_stranger(lambda connection: time.sleep(1)) == "it accepts the connection and sends nothing for 0.5 s"
     assert "is not Photinus" in dial_a_stranger(lambda connection: connection.sendall(os.urandom(4096)))
     impostor = b"PHOTINUS-JOB/1\n" + bytes(32)
     assert "cannot prove it" in dial_a_stranger(lambda connection: connection.sendall(impostor + b"+" + bytes(32)))
@@ -188,7 +188,7 @@ def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_
             asyncio.run(channel.dial(*where, b"key", "host", known=True))
         with pytest.raises(
             LaunchError,
-            match="does not answer as the host that leads this job: it accepts the connection and says noth",
+            match="does not answer as the host that leads this job: it accepts the connection and sends noth",
         ):
             asyncio.run(channel.dial(*where, b"key", "host"))
 
@@ -210,11 +210,11 @@ def test_a_message_is_json_and_nothing_else(tmp_path, monkeypatch):
         return await channel.read(reader)
 
     payload = pickle.dumps(Marker())
-    with pytest.raises(channel.MessageError, match="no JSON"):
+    with pytest.raises(channel.MessageError, match="not JSON"):
         asyncio.run(read(len(payload).to_bytes(4, "big") + payload))
     with pytest.raises(channel.MessageError, match=r"a message of \d+ bytes"):
         asyncio.run(read(b"\xff\xff\xff\xff"))
-    with pytest.raises(channel.MessageError, match="no JSON object"):
+    with pytest.raises(channel.MessageError, match="not a JSON object"):
         asyncio.run(read(b"\0\0\0\x02[]"))
     assert list(tmp_path.iterdir()) == []
 
@@ -238,7 +238,7 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
             before.status,
             before.ended_by_us,
         )
-    with pytest.raises(channel.MessageError, match="no report"):
+    with pytest.raises(channel.MessageError, match="not a report"):
         channel.report_from_json({"deaths": [{"rank": 1}], "finished": []})
 
 
@@ -299,7 +299,10 @@ def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_li
         flags, job_id="j", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda text, _: said.append(text)
     ) as member:
         member.introduce(1, 0, (2, 2))
-        with pytest.raises(LaunchError, match=r"not there within 0.5 s: nosuch.invalid port 29500: \S+"):
+        with pytest.raises(
+            LaunchError,
+            match=r"could not reach the host that leads the job within 0.5 s: nosuch.invalid port 29500: \S+",
+        ):
             member.meet(lambda: None)
     assert said[0].startswith("photinus: waiting for the host that leads the job, at nosuch.invalid port 29500 (")
 

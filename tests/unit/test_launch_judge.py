@@ -28,9 +28,9 @@ def attempt(steps, error=None, *, run="1:runs/a", finished=(), **fields):
 class TestRule:
     def test_an_exception_before_the_first_step_of_a_run_is_not_tried_again(self):
         said = reason_to_stop(attempt(0, raised()), [])
-        assert said == "NameError before the first step of the training would come again"
+        assert said == "NameError before the first training step would happen again"
         wrong_use = attempt(0, raised("SystemExit", "argparse.py:1", code=2))
-        assert reason_to_stop(wrong_use, []).startswith("exit code 2 before the first step")
+        assert reason_to_stop(wrong_use, []).startswith("exit code 2 before the first training step")
 
     def test_of_one_rank_alone_as_of_all(self):
         assert reason_to_stop(attempt(0, raised(), rank=3), []) is not None
@@ -43,7 +43,7 @@ class TestRule:
     def test_the_same_type_at_the_same_place_is_not_tried_a_third_time_whatever_its_words(self):
         before = [attempt(5, raised(text="rank 0 of 2"))]
         said = reason_to_stop(attempt(5, raised(text="rank 1 of 2"), rank=1), before)
-        assert said == "NameError came again at train.py:7, and training got no further than before"
+        assert said == "NameError happened again at train.py:7, and training got no further than before"
         assert reason_to_stop(attempt(3, raised()), [*before, attempt(5, status=KILLED)]) is not None
 
     @pytest.mark.parametrize("other", [raised("OSError"), raised(place="train.py:8")])
@@ -80,7 +80,7 @@ class TestRule:
             "PeerLostError", text="rank 1 (pid 7 on vm) has left the group (it closed it, or its script ended)"
         )
         said = reason_to_stop(attempt(5, missed, finished=(1,)), [])
-        assert said == "rank 1 ended with exit code 0 while others had more to do, which would come again"
+        assert said == "rank 1 exited with code 0 while others had more to do. This would happen again"
         assert reason_to_stop(attempt(5, missed), []) is None
         assert reason_to_stop(attempt(5, raised("PeerLostError", text="rank 2 was killed"), finished=(1,)), []) is None
         by_gloo = raised("RuntimeError", text="[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:30642")

@@ -164,7 +164,7 @@ def test_another_torch_is_let_in_with_a_warning():
     async def test(port: int) -> None:
         first, second = await host(port, "a", leads=True), await host(port, "b", torch="3")
         await first.hear("form")
-        assert said[0] == "photinus: host b has torch 3, another has 2: results may differ, or fail\n"
+        assert said[0] == "photinus: host b has torch 3, but another host has 2: results may differ, or ranks fail\n"
         for each in (first, second):
             each.writer.close()
 
@@ -176,7 +176,7 @@ def test_only_the_host_that_leads_says_where_the_store_is():
         first, second = await host(port, "a", leads=True), await host(port, "b")
         await first.hear("form")
         second.say("store", port=1)
-        assert "host b (127.0.0.1) sent what is no message" in (await first.hear("end"))["reason"]
+        assert "host b (127.0.0.1) sent an invalid message" in (await first.hear("end"))["reason"]
         for each in (first, second):
             each.writer.close()
 
@@ -190,7 +190,7 @@ def test_a_host_that_sends_nonsense_is_lost_and_the_other_is_told():
         second.writer.write((5).to_bytes(4, "big") + b"\x80\x04\x95\x00\x00")  # the beginning of a pickle
         end = await first.hear("end")
         assert end["exit_code"] == 1
-        assert "host b (127.0.0.1) sent what is no message: no JSON" in end["reason"]
+        assert "host b (127.0.0.1) sent an invalid message: not JSON" in end["reason"]
         for each in (first, second):
             each.writer.close()
 
@@ -205,16 +205,13 @@ def test_a_host_that_comes_back_before_it_was_missed_takes_its_own_place_and_cos
         await first.hear("form")
         back = await host(port, "b")
         await first.hear("regroup")
-        assert (
-            "photinus: host b (127.0.0.1) was lost, and comes back (restart 1 of 1): the hosts that are there"
-            in said[-1]
-        )
+        assert "photinus: host b (127.0.0.1) was lost, and joins again (restart 1 of 1): the present hosts" in said[-1]
         first.say("ready")
         assert (await first.hear("form"))["attempt"] == 1
         third = await host(port, "b")
         end = await third.hear("end")
-        assert (end["reason"], end["exit_code"]) == ("this host cannot take part: the job has just ended", 2)
-        assert (await first.hear("end"))["reason"] == "host b (127.0.0.1) was lost, and comes back"
+        assert (end["reason"], end["exit_code"]) == ("this host cannot join: the job has ended", 2)
+        assert (await first.hear("end"))["reason"] == "host b (127.0.0.1) was lost, and joins again"
         for each in (first, second, back, third):
             each.writer.close()
 
@@ -249,7 +246,7 @@ def test_a_leader_that_ends_before_it_has_workers_says_so():
 
     hearing: list[asyncio.Future[None]] = []
     with_leader(test)
-    assert heard == ["the host that leads ended before it had started workers"]
+    assert heard == ["the host that leads ended before it started workers"]
 
 
 @pytest.mark.timeout(20)
@@ -376,4 +373,4 @@ def test_a_host_that_is_started_again_before_its_silence_is_noticed_gets_its_pla
         silent.writer.close()
 
     with_leader(run, said, heartbeat_timeout_s=1.5)
-    assert "photinus: host b (127.0.0.1) waits for the place of a host that is silent\n" in said
+    assert "photinus: host b (127.0.0.1) waits until a silent host gives up its place\n" in said

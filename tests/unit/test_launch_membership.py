@@ -91,7 +91,7 @@ def test_one_host_too_many_is_refused_with_those_that_are_there():
     come(gathering, 0)
     gathering.add(peer(1), 1.0)
     for each in (rules, gathering):
-        wanted = r"has its 2 hosts already: a \(10\.0\.0\.1\), b \(10\.0\.0\.2\)"
+        wanted = r"already has its 2 hosts: a \(10\.0\.0\.1\), b \(10\.0\.0\.2\)"
         with pytest.raises(RefusedHostError, match=wanted):
             each.add(peer(2), 2.0)
 
@@ -105,7 +105,7 @@ def test_the_waiting_is_told_once_and_ends_in_time_with_the_number_that_came():
     assert rules.tick(20.0) == []
     (end,) = rules.tick(30.1)
     assert end == End("only 1 of 2 hosts ready within 30 s; here: a (10.0.0.1)", 1)
-    with pytest.raises(RefusedHostError, match="has just ended"):
+    with pytest.raises(RefusedHostError, match="has ended"):
         rules.add(peer(1), 31.0)
 
 
@@ -162,7 +162,7 @@ def test_a_host_that_never_reports_is_lost_after_the_join_timeout():
     assert said.text.startswith("waiting for the reports of b (10.0.0.2), 50 s more at most")
     drop, regroup = rules.tick(71.0)
     assert drop == Drop(1)
-    assert regroup.reason == "host b (10.0.0.2) was lost: it did not report within 60 s (restart 1 of 1)"
+    assert regroup.reason == "host b (10.0.0.2) was lost: no report within 60 s (restart 1 of 1)"
 
 
 def test_hosts_have_the_stop_grace_to_end_their_workers_on_top_of_the_join_timeout():
@@ -180,7 +180,7 @@ def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
     rules.tick(5.0)
     rules.add(peer(1), 60.0)
     (regroup,) = rules.ready(1, 61.0)
-    assert regroup == Regroup((0,), "host b (10.0.0.2) has come", unharmed=True)
+    assert regroup == Regroup((0,), "host b (10.0.0.2) has joined", unharmed=True)
     (form,) = rules.ready(0, 63.0)
     assert form == Form((peer(0, leads=True), peer(1)), attempt=1)
 
@@ -193,7 +193,7 @@ def test_a_host_that_comes_when_a_rank_has_ended_well_restarts_nobody(whole_host
     _ = rules.finish(1, 20.0) if whole_host else rules.note_ended_rank()
     rules.add(peer(2), 21.0)
     (said,) = rules.ready(2, 22.0)
-    assert said == Say("host c (10.0.0.3) has come, and waits: ranks ended well, and would start again")
+    assert said == Say("host c (10.0.0.3) has joined and waits: ranks that finished would start again")
     rules.remove_host(0, "was lost", 30.0, lost=True)
     (form,) = rules.ready(1, 31.0)  # it takes part in the next attempt
     assert [each.key for each in form.peers] == [1, 2]

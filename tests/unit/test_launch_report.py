@@ -127,7 +127,7 @@ class TestWords:
             "photinus:   local rank 1 of host vm, attempt 0, 3.2 s after its start\n"
             "photinus: rank 0 (pid 4000) failed as a consequence: PeerLostError: rank 1 (pid 4001) was lost\n"
             "photinus: rank 2 ended by the launcher\n"
-            "photinus: rank 3 did not leave in time: killed by the launcher\n"
+            "photinus: rank 3 did not exit in time: killed by the launcher\n"
             "photinus: restarting all 4 workers\n"
         )
 
@@ -162,7 +162,7 @@ class TestWords:
 
     def test_another_failure_that_is_no_consequence_is_told_too(self):
         told = tell([death(0, KILLED, seen=9.0), death(1, 4)])
-        assert "photinus: also, rank 1 (pid 4001) left with exit code 4\n" in told
+        assert "photinus: also, rank 1 (pid 4001) exited with code 4\n" in told
 
     def test_memory_is_mentioned_only_when_the_kernel_counted_a_kill(self):
         killed, struck = [death(1, KILLED)], "it struck once in this control group"
@@ -176,12 +176,10 @@ class TestWords:
         assert struck in tell([death(1, 1, raised=loader)], oom=struck)
 
     def test_a_code_from_sys_exit_with_and_without_words(self):
-        assert "rank 0 (pid 4000) left with exit code 3\n" in tell(
-            [death(0, 3, raised=raised("SystemExit", "3", code=3))]
-        )
+        assert "rank 0 (pid 4000) exited with code 3\n" in tell([death(0, 3, raised=raised("SystemExit", "3", code=3))])
         words = death(0, 1, raised=raised("SystemExit", "no data in /x", code=1))
-        assert "left with exit code 1: no data in /x" in tell([words])
-        assert "rank 0 (pid 4000) left with exit code 9\n" in tell([death(0, 9)])
+        assert "exited with code 1: no data in /x" in tell([words])
+        assert "rank 0 (pid 4000) exited with code 9\n" in tell([death(0, 9)])
 
     def test_sigterm_from_elsewhere_is_told_as_such(self):
         assert "was killed by SIGTERM" in tell([death(0, -signal.SIGTERM)])
@@ -195,11 +193,11 @@ class TestWords:
     def test_a_rank_that_raised_and_hung_is_told_with_its_error(self):
         told = tell([death(0, KILLED, raised=raised("ValueError", "bad"), overdue_s=5.2)])
         assert "rank 0 (pid 4000) raised ValueError: bad\n" in told
-        assert "it had not left 5 s after that, and was killed" in told
+        assert "it did not exit within 5 s and was killed" in told
 
     def test_a_peer_lost_because_it_finished_early_is_told(self):
         told = tell([death(0, 1, raised=raised("PeerLostError", "rank 1 left"))], finished=[1])
-        assert "photinus: rank 1 had finished with exit code 0 before\n" in told
+        assert "photinus: rank 1 finished with exit code 0 before\n" in told
 
     def test_many_ranks_are_not_all_listed(self):
         deaths = [death(0, KILLED), *(death(r, -signal.SIGTERM, ended_by_us=True) for r in range(1, 40))]
@@ -235,7 +233,7 @@ class TestWhatAWorkerSaidLast:
 
     def test_it_is_shown_where_there_is_no_traceback(self):
         told = tell([death(1, 7, last_lines=self.SAID)])
-        shown = "the last that it wrote:\n\n    loading shard 3\n    the licence has expired\n\nphotinus: restarting"
+        shown = "its last output:\n\n    loading shard 3\n    the licence has expired\n\nphotinus: restarting"
         assert shown in told
         assert "loading shard 3" in tell([death(1, KILLED, last_lines=self.SAID)])
         left = death(1, 2, raised=raised("SystemExit", "2", code=2, at=9.0), last_lines=("train.py: error: --epohcs",))
@@ -251,8 +249,8 @@ class TestWhatAWorkerSaidLast:
         )
         assert "loading shard" not in tell([with_traceback])
         leaves = death(1, 1, raised=raised("SystemExit", "no data there", at=9.0), last_lines=("no data there",))
-        assert "the last that it wrote" not in tell([leaves])
-        assert "the last that it wrote" not in tell([death(1, KILLED)])
+        assert "its last output" not in tell([leaves])
+        assert "its last output" not in tell([death(1, KILLED)])
 
     def test_only_the_first_causes_lines_are_shown_with_its_log(self):
         other = death(0, 1, seen=11.0, raised=raised("PeerLostError", "rank 1", at=11.0), last_lines=("innocent",))
@@ -267,7 +265,7 @@ class TestWhatAWorkerSaidLast:
         fatal = exit_message(death(1, -signal.SIGSEGV, fault_stack="Current thread\n"))
         assert fatal == "Current thread\nphotinus: rank 1 (pid 4001) was killed by SIGSEGV\n"
         ended = exit_message(death(0, -signal.SIGTERM, ended_by_us=True))
-        assert ended == "photinus: rank 0 (pid 4000) was ended by the launcher, because another rank had failed\n"
+        assert ended == "photinus: rank 0 (pid 4000) was ended by the launcher because another rank failed\n"
 
 
 def test_a_rank_that_was_given_a_gpu_is_named_with_it():

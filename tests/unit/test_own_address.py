@@ -65,7 +65,7 @@ def test_a_card_without_an_ipv4_address_goes_by_its_ipv6_one_and_a_wrong_one_is_
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "eth0"), (2, "eth1"), (3, "eth2")])
     assert addresses_of_interfaces(["eth1", "eth0"]) == ["2001:db8::8", "10.0.0.7"]
     assert outside_addresses() == ["10.0.0.7"]
-    there = r"those with one: eth0 \(10.0.0.7\), eth1 \(2001:db8::8\)"
+    there = r"cards with one: eth0 \(10.0.0.7\), eth1 \(2001:db8::8\)"
     with pytest.raises(ValueError, match=rf"eth2 of host .* has no address .*{there}"):
         addresses_of_interfaces(["eth0", "eth2"])
     with pytest.raises(ValueError, match=rf"ib0 of host .* does not exist.*{there}"):

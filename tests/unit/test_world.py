@@ -192,9 +192,9 @@ def test_a_variable_that_is_no_number_is_named():
 
 
 def test_a_world_other_than_the_launcher_meant_is_refused_with_both_numbers():
-    with pytest.raises(WorldSizeError, match=r"means a world of 2 processes .* finds a world of 1"):
+    with pytest.raises(WorldSizeError, match=r"expects a world of 2 processes .* finds a world of 1"):
         World.from_env({"PHOTINUS_WORLD_SIZE": "2"})
-    with pytest.raises(WorldSizeError, match=r"means a world of 2 processes .* finds a world of 4"):
+    with pytest.raises(WorldSizeError, match=r"expects a world of 2 processes .* finds a world of 4"):
         World.from_env({"PHOTINUS_WORLD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "4"})
     assert World.from_env({"PHOTINUS_WORLD_SIZE": "4", "RANK": "0", "WORLD_SIZE": "4"}).world_size == 4
 

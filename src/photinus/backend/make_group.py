@@ -102,7 +102,7 @@ def _check_world_size(size: int) -> None:
     meant = env.EXPECTED_WORLD_SIZE.get()
     if meant is not None and meant != size:
         raise WorldSizeError(
-            f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher means {meant} "
+            f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher expects {meant} "
             f"({env.EXPECTED_WORLD_SIZE.name}={meant}): each process would train for itself, or wait for ranks that do "
             f"not exist. Leave rank and world_size to init_process_group, or start the script with "
             f"`photinus run --nproc-per-node {size}`."

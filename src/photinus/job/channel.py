@@ -67,9 +67,9 @@ async def prove(
         await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), heard), timeout_s)
     except asyncio.TimeoutError as error:
         more = f" after {_excerpt(heard)}" if heard else ""
-        raise HandshakeError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from error
+        raise HandshakeError(f"it accepts the connection and sends nothing{more} for {timeout_s:g} s") from error
     except asyncio.IncompleteReadError:
-        raise HandshakeError("it closed the connection in the middle of the handshake") from None
+        raise HandshakeError("it closed the connection during the handshake") from None
     except OSError as error:
         raise HandshakeError(f"the connection broke: {error.strerror or error}") from None
 
@@ -93,7 +93,7 @@ async def _prove(
         raise RefusedError((await reader.readexactly(length[0])).decode("utf-8", "replace"))
     proof = await reader.readexactly(_PROOF_BYTES)
     if verdict != b"+" or not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine, purpose)):
-        raise HandshakeError("it says that it belongs to this job, and cannot prove it")
+        raise HandshakeError("it claims to belong to this job, but cannot prove it")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ async def answer(
         caller = Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"server", mine, theirs, purpose))
         if hmac.compare_digest(proof, _proof(key, b"caller", mine, theirs, purpose)):
             return caller
-        await caller.refuse("this port belongs to another job, or to this one with another secret")
+        await caller.refuse("this port belongs to a different job, or to this job with a different secret")
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
         pass  # a stranger, a scanner, or a caller that has gone: there is nobody to tell
     return None
@@ -170,7 +170,7 @@ async def dial(
 
 def _stranger(address: str, port: int, error: HandshakeError) -> str:
     advice = (
-        "Give all hosts the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if there is one; or this job another "
+        "Give all hosts the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if you set it; or give this job another "
         "--master-port."
         if isinstance(error, RefusedError)
         else f"Give all hosts another --master-port (`ss -ltnp 'sport = :{port}'` there shows the process)."
@@ -210,9 +210,9 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
     try:
         message = json.loads(await reader.readexactly(length))
     except ValueError as error:
-        raise MessageError(f"no JSON: {error}") from None
+        raise MessageError(f"not JSON: {error}") from None
     if not isinstance(message, dict):
-        raise MessageError("no JSON object")
+        raise MessageError("not a JSON object")
     return message
 
 
@@ -232,7 +232,7 @@ async def hear(reader: asyncio.StreamReader, who: str, grace_s: float, say: Call
                 raise asyncio.TimeoutError
             if silent_s >= say_after_s and not has_warned:
                 has_warned = True
-                say(f"nothing was heard of {who} for {say_after_s:g} s; it counts as lost after {grace_s:g} s")
+                say(f"no sign of life from {who} for {say_after_s:g} s; it counts as lost after {grace_s:g} s")
         message = await coming
         if has_warned:
             say(f"{who} is back after {time.monotonic() - begun_s:.0f} s")
@@ -273,4 +273,4 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
             deaths.append(Death(**{**death, **own, "last_lines": tuple(death["last_lines"])}))
         return Report(**{**report, "deaths": tuple(deaths), "finished": tuple(report["finished"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise MessageError(f"no report: {type(error).__name__}: {error}") from None
+        raise MessageError(f"not a report: {type(error).__name__}: {error}") from None

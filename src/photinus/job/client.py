@@ -161,7 +161,7 @@ class Member:
         os.close(self.fd)
 
     async def _live(self, began: threading.Event) -> None:
-        """What runs in the thread, until `close`; what is under way then is cancelled."""
+        """Run in the thread until `close`, which cancels what is under way."""
         self._loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
         began.set()
         connected = asyncio.ensure_future(self._stay_connected())
@@ -197,7 +197,7 @@ class Member:
             if kind == "ended":
                 self._store.tell_ended(map(int, message["ranks"]))
             elif kind == "end":
-                told = f"the job ended: {message['reason'] or 'well, before this host took part'}"
+                told = f"the job ended: {message['reason'] or 'with success, before this host joined'}"
                 self._over = JobEndedError(told, exit_code=int(message["exit_code"]))
             else:
                 return message
@@ -241,7 +241,7 @@ class Member:
                 if message.get("type") == "end":
                     return None
         except asyncio.TimeoutError:
-            return f"nothing was heard of it for {grace_s:g} s", True
+            return f"no sign of life for {grace_s:g} s", True
         except asyncio.IncompleteReadError:
             return "its launcher closed the connection", False
         except (OSError, channel.MessageError) as error:
@@ -273,7 +273,7 @@ class Member:
         """Drops what was to be said to a leader that is no longer there, and has this host's agent meet anew."""
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
-        self._tell(f"{lost}; this host's workers end, and it comes back")
+        self._tell(f"{lost}; this host stops its workers and joins again")
         self._enqueue({"type": "regroup"})
 
     async def _speak(self, writer: asyncio.StreamWriter) -> None:
@@ -306,7 +306,7 @@ class Member:
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
                 why = (os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)).lower()
                 if again and isinstance(error, ConnectionRefusedError):
-                    raise LaunchError(f"the host that leads the job leads it no longer: {where}: {why}") from None
+                    raise LaunchError(f"the host at {where} no longer leads the job: {why}") from None
             if not (again or self.leads):  # the name may mean this host by now
                 found = await asyncio.get_running_loop().run_in_executor(None, self._lead)
                 self.leads, self._address, self._port = found
@@ -316,7 +316,7 @@ class Member:
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
-                    f"the host that leads the job was not there within {self._join_timeout_s:g} s: {where}: {why}."
+                    f"could not reach the host that leads the job within {self._join_timeout_s:g} s: {where}: {why}."
                     + " Is the command running there, with the same --master-addr and --master-port?" * (not again)
                 )
             if waited_s > _SAY_AFTER_S and not said:

@@ -1,4 +1,4 @@
-"""How workers ended, which of them was the first cause, and the words for it. Pure functions over plain records.
+"""Find the first cause among the deaths of workers, and describe it. Pure functions over plain records.
 
 When one rank dies, the others fail within milliseconds because they miss it. Blame goes to the first death that is
 not such a consequence:
@@ -56,7 +56,7 @@ _KILL_IS_SEEN_LATE_S = 0.5
 
 @dataclass(frozen=True)
 class Raised:
-    """What a worker wrote about its uncaught exception (see `worker.describe`).
+    """A worker's record of its uncaught exception (see `worker.describe`).
 
     Attributes:
         chain: (type name, text) of the exception and of what it was raised from or during.
@@ -104,19 +104,19 @@ class Raised:
 
     @property
     def suspended(self) -> bool:
-        """Whether it is no failure: the worker saved its work and left (`photinus.Suspended`)."""
+        """Return whether the worker saved its work and exited (`photinus.Suspended`), which is not a failure."""
         return self.type_name == "Suspended"
 
     @property
     def lost_a_child(self) -> bool:
-        """Whether it says that a process of the worker's own was killed, in the words of torch's DataLoader."""
+        """Return whether its text, from torch's DataLoader, reports that a process of the worker was killed."""
         # The process that was killed is no rank of ours, so this text is all that is known of it.
         signs = ("killed by signal", "exited unexpectedly")
         return self.by[:1] in ((), ("torch",)) and any(sign in self.text for sign in signs)
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the exception, or one behind it, says that another rank was lost.
+        """Return whether the exception, or one of its causes, reports a lost rank.
 
         What neither torch nor Photinus raised is about sockets and pipes that the script had opened itself.
         """
@@ -163,12 +163,12 @@ class Death:
 
     @property
     def consequence(self) -> bool:
-        """Whether it died only because another did."""
+        """Return whether it died only because another did."""
         return self.ended_by_us or (self.raised is not None and self.raised.lost_a_peer)
 
     @property
     def suspended(self) -> bool:
-        """Whether it saved its work and left because it was asked to."""
+        """Return whether it saved its work and exited on request."""
         return self.raised is not None and self.raised.suspended
 
     @property
@@ -199,7 +199,7 @@ def root_cause(deaths: Sequence[Death]) -> Death:
 
 
 def exit_code_of(death: Death) -> int:
-    """What the launcher exits with for this cause: 128 + signal, the worker's own code, 1 for an exception."""
+    """Return the launcher's exit code for this cause: 128 + signal, the worker's own code, 1 for an exception."""
     if death.raised is not None:  # however it went on from there
         return death.raised.exit_code
     # As a shell does, so that scripts around the launcher see what they would see around the worker.
@@ -215,7 +215,7 @@ def signature(death: Death) -> tuple[str, str, int]:
 
 
 def ended_by_suspension(deaths: Sequence[Death]) -> bool:
-    """Whether these are the ends of workers that suspended themselves, and no failure."""
+    """Return whether these workers suspended themselves, and none failed."""
     return any(death.suspended for death in deaths) and all(death.suspended or death.ended_by_us for death in deaths)
 
 
@@ -246,7 +246,7 @@ def failure_text(
     trace = _stack(cause)
     block = ["", *(f"photinus: {line}" for line in lines)]
     if _last_lines_tell(cause):
-        block += ["photinus:   the last that it wrote:", "", *(f"    {line}" for line in cause.last_lines), ""]
+        block += ["photinus:   its last output:", "", *(f"    {line}" for line in cause.last_lines), ""]
     if trace.strip():
         # A job that fails alike at each restart would fill the screen with one traceback.
         if seen_before:
@@ -259,10 +259,10 @@ def failure_text(
 
 
 def exit_message(death: Death) -> str:
-    """What ends the log file of a worker: its traceback, which it did not print itself, or how it ended."""
+    """Return the last lines of a worker's log file: the traceback that it did not print, or the way it ended."""
     stack = _stack(death).rstrip()
     # A reader of one log file does not see the others, and would take this end for the fault.
-    end = f"photinus: rank {death.rank} (pid {death.pid}) was ended by the launcher, because another rank had failed"
+    end = f"photinus: rank {death.rank} (pid {death.pid}) was ended by the launcher because another rank failed"
     if death.raised is not None and stack:
         return f"{stack}\n"
     if not death.ended_by_us:
@@ -275,7 +275,7 @@ def _stack(death: Death) -> str:
 
 
 def _last_lines_tell(death: Death) -> bool:
-    """Whether the last lines of a worker say more than its exception does."""
+    """Return whether the last lines of a worker explain more than its exception does."""
     if death.raised is not None and death.raised.traceback.strip():
         return False
     # Scripts often print what they raise or exit with.
@@ -289,21 +289,21 @@ def _headline(death: Death) -> str:
         return f"{who} {_raised_text(death.raised)}"
     if death.signal_name is not None:
         return f"{who} was killed by {death.signal_name}"
-    return f"{who} left with exit code {death.status}"
+    return f"{who} exited with code {death.status}"
 
 
 def _raised_text(raised: Raised) -> str:
     # sys.exit is no exception to its user: its class would only puzzle.
     if raised.type_name == "SystemExit":
         words = f": {_one_line(raised.text)}" if raised.text != str(raised.exit_code) else ""
-        return f"left with exit code {raised.exit_code}{words}"
+        return f"exited with code {raised.exit_code}{words}"
     return f"raised {raised.type_name}: {_one_line(raised.text)}" if raised.text else f"raised {raised.type_name}"
 
 
 def _details(cause: Death, oom: str) -> list[str]:
     lines = []
     if cause.overdue_s is not None:
-        lines.append(f"it had not left {cause.overdue_s:.0f} s after that, and was killed")
+        lines.append(f"it did not exit within {cause.overdue_s:.0f} s and was killed")
     child_killed = cause.raised is not None and cause.raised.lost_a_child
     # The kernel kills by SIGKILL only, and the launcher itself kills so what is overdue.
     killed = (cause.status == -signal.SIGKILL and cause.overdue_s is None) or child_killed
@@ -340,10 +340,10 @@ def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> l
     if ended:
         lines.append(f"{name_ranks(ended, 8)} ended by the launcher")
     if killed:
-        lines.append(f"{name_ranks(killed, 8)} did not leave in time: killed by the launcher")
+        lines.append(f"{name_ranks(killed, 8)} did not exit in time: killed by the launcher")
     # No death explains the others: a rank that ended early with code 0 may be what they miss.
     if finished and cause.consequence:
-        lines.append(f"{name_ranks(finished, 8)} had finished with exit code 0 before")
+        lines.append(f"{name_ranks(finished, 8)} finished with exit code 0 before")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What each launcher tells a process about its place: torchrun, Open MPI, MVAPICH2, MPICH, Intel MPI, Slurm."""
+"""Read a process's place from its launcher's variables: torchrun, Open MPI, MVAPICH2, MPICH, Intel MPI, Slurm."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _HYDRA = _Variables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOC
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Told | None:
-    """What RANK, WORLD_SIZE and so on say: torchrun's, `photinus run`'s, or set by hand; None when neither is there.
+    """Read RANK, WORLD_SIZE and so on, from torchrun, `photinus run` or the user; return None if both are missing.
 
     Raises:
         ValueError: a variable is not a whole number.
@@ -74,7 +74,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Told | None:
 
 
 def read_scheduler(environ: Mapping[str, str]) -> Told | None:
-    """What mpirun, mpiexec or srun says about this process; None when none of them has started it.
+    """Read this process's place from mpirun, mpiexec or srun; return None if none of them started it.
 
     MPI comes first: its mpirun, used inside of Slurm, starts its helpers by srun, and the ranks inherit what Slurm told
     those helpers.

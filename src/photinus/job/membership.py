@@ -149,27 +149,27 @@ class Membership:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether hosts may neither come nor go."""
+        """Return whether hosts may neither join nor exit."""
         return self.least == self.most
 
     def add(self, peer: PeerHost, now_s: float) -> None:
         """A host wants to take part. RefusedHostError: it may not."""
         here = ", ".join(self._peers[key].name for key in self._order)
         if self.state == "ended":
-            raise RefusedHostError("the job has just ended")
+            raise RefusedHostError("the job has ended")
         # With a fixed number, a job that runs has all its hosts: the loss of one would have ended or restarted it.
         if len(self._peers) >= self.most or (self.is_fixed and self.state == "running"):
             raise RefusedHostError(
-                f"the job has its {self.most} host{'s' * (self.most > 1)} already: {here}. Is --nnodes right, or was "
-                f"the command typed twice on one of them?"
+                f"the job already has its {self.most} host{'s' * (self.most > 1)}: {here}. Check --nnodes, and that "
+                f"the command runs once per host."
             )
         if peer.node_rank is not None:
             # The same number typed on two hosts is the usual slip.
             for other in self._peers.values():
                 if other.node_rank == peer.node_rank:
                     raise RefusedHostError(
-                        f"--node-rank {peer.node_rank} is taken by {other.name}; each host needs another, 0 to "
-                        f"{self.most - 1} (or none: then they are numbered as they come)"
+                        f"--node-rank {peer.node_rank} is taken by {other.name}; each host needs its own number, 0 to "
+                        f"{self.most - 1} (or omit --node-rank: hosts are numbered as they join)"
                     )
         if self._since_s is None:
             self._since_s = now_s
@@ -186,10 +186,10 @@ class Membership:
             return self.tick(now_s)
         # A new world would start all ranks, also those that have ended well and must not train again.
         if self.state == "running" and self._any_rank_ended:
-            return [Say(f"host {self._peers[key].name} has come, and waits: ranks ended well, and would start again")]
+            return [Say(f"host {self._peers[key].name} has joined and waits: ranks that finished would start again")]
         if self.state == "running":
             # Nothing has failed, so the workers may save before they make room for the new host.
-            return self._regroup(f"host {self._peers[key].name} has come", now_s, unharmed=True)
+            return self._regroup(f"host {self._peers[key].name} has joined", now_s, unharmed=True)
         return []
 
     def note_ended_rank(self) -> None:
@@ -263,7 +263,7 @@ class Membership:
             self._gather(now_s)
 
     def tick(self, now_s: float) -> list[Act]:
-        """What follows from the time alone; to be called a few times a second."""
+        """Return the acts that follow from the time alone; call this a few times a second."""
         if self.state not in ("gathering", "settling") or self._since_s is None:
             return []
         limit_s = self._limit_s()
@@ -271,7 +271,7 @@ class Membership:
         if self.state == "settling":
             late = [peer for peer in self._running if peer.key in self._peers and peer.key not in self._reports]
             if is_over:
-                why = f"was lost: it did not report within {limit_s:g} s"
+                why = f"was lost: no report within {limit_s:g} s"
                 # It may hang with workers alive. Without it the others can go on, and it may come back.
                 drops = [Drop(peer.key) for peer in late]
                 return [*drops, *(act for peer in late for act in self.remove_host(peer.key, why, now_s, lost=True))]

@@ -56,7 +56,7 @@ def own_address(name: str, others: Sequence[str] = ()) -> str:
 
 
 def means_this_host(name: str, found: Sequence[str]) -> bool:
-    """Whether a name that resolves to these addresses is a host's own with nothing but loopback behind it."""
+    """Return whether a name with these addresses is the host's own, with only loopback behind it."""
     try:
         ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
@@ -99,7 +99,7 @@ def addresses_of_interfaces(names: Sequence[str]) -> list[str]:
             there = name in [other for _, other in socket.if_nameindex()]
             raise ValueError(
                 f"network card {name} of host {socket.gethostname()} "
-                f"{'has no address that other hosts could reach' if there else 'does not exist'}; those with one: "
+                f"{'has no address that other hosts can reach' if there else 'does not exist'}; cards with one: "
                 f"{', '.join(f'{other} ({address})' for other, address in known.items()) or 'none'}"
             )
     return [known[name] for name in names]
@@ -117,12 +117,12 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other host can reach this address."""
+    """Return whether no other host can reach this address."""
     return _parse(address).is_loopback
 
 
 def is_own(address: str) -> bool:
-    """Whether this host has the address. (A bind does not tell: net.ipv4.ip_nonlocal_bind allows it for every one.)"""
+    """Return whether this host has the address. (A bind proves nothing: net.ipv4.ip_nonlocal_bind allows all.)"""
     wanted = _parse(address)
     return wanted.is_loopback or wanted.is_unspecified or any(wanted == own for _, own, _ in _all_addresses())
 
@@ -137,7 +137,7 @@ def interfaces() -> list[tuple[str, Address, int]]:
 
 
 def _all_addresses() -> list[tuple[str, Address, int]]:
-    """What the kernel lists over netlink (rtnetlink(7)): a dump of RTM_NEWADDR, with attributes behind each."""
+    """Read the kernel's list over netlink (rtnetlink(7)): a dump of RTM_NEWADDR, with attributes behind each."""
     found: list[tuple[str, Address, int]] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as kernel, socket.socket() as asker:
         kernel.sendall(struct.pack("=IHHIIB3x", 20, _GET_ADDRESSES, _REQUEST_DUMP, 0, 0, socket.AF_UNSPEC))

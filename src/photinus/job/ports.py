@@ -70,10 +70,10 @@ def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, 
             own += local_addresses_of(each) if each is not None else []
     usable = [address for address in own if alone or not is_loopback(address)]
     if not usable:
-        means = f"which only means {own[0]} there, and others" if own else "which is no address of it: the others"
+        means = f"{own[0]} there" if own else "not one of its addresses"
         raise LaunchError(
-            f"it cannot be met as {name}, {means} need one that they can reach. Name it by its address in the host "
-            f"file, or give --master-addr."
+            f"other hosts cannot reach {name}: it resolves to {means}. Write the host's address into the host file, or "
+            f"give --master-addr."
         )
     # IPv4 first: it is what clusters are wired for.
     usable.sort(key=lambda address: ":" in address)

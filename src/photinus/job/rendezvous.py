@@ -29,7 +29,7 @@ _STEPS_APART = 1021  # prime: the steps of a job, and the same step of the next 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks meet.
+    """The address at which the ranks connect.
 
     Attributes:
         address: name or IP address of rank 0's host; 127.0.0.1 when all ranks are on one host.
@@ -48,12 +48,12 @@ class Rendezvous:
 
     @property
     def given(self) -> bool:
-        """Whether address and port were both in the environment."""
+        """Return whether address and port were both in the environment."""
         return not self.job
 
 
 def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
-    """Where the ranks of this world, of more than one rank, meet.
+    """Find the address at which the ranks of this world, of more than one rank, connect.
 
     Raises:
         NotInitializedError: the environment does not say it; tells what to set, in the launcher's own words.
@@ -66,8 +66,8 @@ def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
     if told is None or told.launcher != world.launcher:
         missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
         raise NotInitializedError(
-            f"{world.launcher} says that this job has {world.world_size} processes, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks do not know where to meet. Start with "
+            f"this job has {world.world_size} processes (from {world.launcher}), but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot find each other. Start with "
             f"`photinus run` or torchrun, or export the address of rank 0's host and a free port."
         )
     if told.step is not None:
@@ -90,7 +90,7 @@ def _of_step(step: SlurmStep, address: str | None, port: int | None) -> Rendezvo
         else:
             raise NotInitializedError(
                 f"Slurm started {step.tasks} tasks, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set, so the "
-                f"ranks do not know where to meet. Export MASTER_ADDR, the name of the first host, before srun."
+                f"ranks cannot find each other. Export MASTER_ADDR, the name of the first host, before srun."
             )
     if port is None:
         port = port_of(_as_number(step.job_id), _as_number(step.step_id))
@@ -105,7 +105,7 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
     if address is None:
         raise NotInitializedError(
             f"{told.launcher} started {world.world_size} processes on several hosts, {world.local_world_size} of them "
-            f"here, and does not say where rank 0 is. Tell them: mpirun {export.format('HOST-OF-RANK-0')} ..."
+            f"here, but no variable names the host of rank 0. Give it: mpirun {export.format('HOST-OF-RANK-0')} ..."
         )
     job = _job_of_mpi(environ)
     if job is None and one_host and (proxy := hydra_proxy()) is not None:
@@ -114,8 +114,8 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
         if port is None:
             both = f"{export.format(address)} {export.format('PORT').replace('MASTER_ADDR', 'MASTER_PORT')}"
             raise NotInitializedError(
-                f"{told.launcher} started {world.world_size} processes, but gave this job no number that they could "
-                f"make a port of. Tell them one that is free: mpirun {both} ..."
+                f"{told.launcher} started {world.world_size} processes, but no job number from which to choose a "
+                f"port. Give a free port: mpirun {both} ..."
             )
         job = f"port {port}"
     if port is None:
@@ -124,7 +124,7 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
 
 
 def _job_of_mpi(environ: Mapping[str, str]) -> str | None:
-    """What names the job alike in all its processes, and differs from other jobs'."""
+    """Return a name of the job that is equal in all its processes, and differs from other jobs'."""
     # PMIX_NAMESPACE of Open MPI 4 is a number, of 5 prterun-HOST-PID@JOB.
     for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
         if environ.get(name):

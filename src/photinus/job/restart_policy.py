@@ -20,7 +20,7 @@ def backoff_s(quick_failures: int) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """How the workers of one host, or of all, ended in an attempt that failed.
+    """The ends of the workers of one host, or of all, in an attempt that failed.
 
     Attributes:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
@@ -86,22 +86,20 @@ def reason_to_stop(now: Report, earlier: Sequence[Report], *, unknown: bool = Fa
     """
     raised, error = now.cause.raised, now.error
     if _left_early(now):
-        return (
-            f"{name_ranks(now.finished, 8)} ended with exit code 0 while others had more to do, which would come again"
-        )
+        return f"{name_ranks(now.finished, 8)} exited with code 0 while others had more to do. This would happen again"
     if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
         return None
     name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
     if not unknown and not any(attempt.steps for attempt in (*earlier, now)):
-        return f"{name} before the first step of the training would come again"
+        return f"{name} before the first training step would happen again"
     reached = max((attempt.steps for attempt in earlier if now.run and attempt.run == now.run), default=0)
     if now.steps <= reached and any(attempt.error == error for attempt in earlier):
-        return f"{name} came again{f' at {place}' if place else ''}, and training got no further than before"
+        return f"{name} happened again{f' at {place}' if place else ''}, and training got no further than before"
     return None
 
 
 def _left_early(report: Report) -> bool:
-    """Whether the first to fail missed a rank that had ended well; gloo knows only that a connection was closed."""
+    """Return whether the first to fail missed a rank that had finished; gloo only reports a closed connection."""
     raised = report.cause.raised
     if not report.finished or raised is None or not raised.lost_a_peer:
         return False
@@ -111,7 +109,7 @@ def _left_early(report: Report) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a failure.
+    """Decide what follows from a failure.
 
     Attributes:
         restart: whether there is another attempt.

@@ -71,7 +71,7 @@ class Leader:
         deadline = time.monotonic() + _GOODBYE_S
         while self._own in self._writers and time.monotonic() < deadline:  # why the own host leaves may be on its way
             await asyncio.sleep(0.01)
-        self._carry_out(self._rules.end("the host that leads ended before it had started workers", 1))
+        self._carry_out(self._rules.end("the host that leads ended before it started workers", 1))
         self._ticking.cancel()
         self._server.close()
         deadline = time.monotonic() + _GOODBYE_S
@@ -106,7 +106,7 @@ class Leader:
                 channel.retry_soon(writer, self._rules.heartbeat_timeout_s)
                 await self._host(reader, writer)
             else:
-                await caller.refuse(f"nothing here is called {kind!r}")
+                await caller.refuse(f"unknown request {kind!r}")
         except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, channel.MessageError):
             pass  # went away, or is told off by the closed connection; a host's end is told in _host
         except asyncio.CancelledError:
@@ -136,12 +136,12 @@ class Leader:
         self._launchers[str(hello["launcher"])] = key
         if before is not None and before in self._writers:  # lost to that host, and not yet to us
             self._writers.pop(before).close()
-            why = "was lost, and comes back"
+            why = "was lost, and joins again"
             self._carry_out(self._rules.remove_host(before, why, time.monotonic(), lost=True))
         try:
             peer = await self._admit(self._peer(key, hello, writer), writer)
         except membership.RefusedHostError as error:
-            channel.write(writer, {"type": "end", "reason": f"this host cannot take part: {error}", "exit_code": 2})
+            channel.write(writer, {"type": "end", "reason": f"this host cannot join: {error}", "exit_code": 2})
             with contextlib.suppress(OSError, asyncio.TimeoutError):  # it reads that and closes; or it does not
                 await asyncio.wait_for(reader.read(), _GOODBYE_S)
             return
@@ -161,11 +161,11 @@ class Leader:
                     return
                 self._handle(key, message)
         except asyncio.TimeoutError:
-            why = f"was lost: nothing was heard of it for {grace_s:g} s"
+            why = f"was lost: no sign of life for {grace_s:g} s"
         except OSError as error:
             why = f"was lost: {error.strerror or error}"
         except (channel.MessageError, KeyError, TypeError, ValueError) as error:
-            why, lost = f"sent what is no message: {error}", False
+            why, lost = f"sent an invalid message: {error}", False
         except asyncio.IncompleteReadError:
             pass
         finally:
@@ -194,7 +194,7 @@ class Leader:
                     raise
             if not has_said:
                 has_said = True
-                self._tell(f"host {peer.name} waits for the place of a host that is silent")
+                self._tell(f"host {peer.name} waits until a silent host gives up its place")
             channel.write(writer, {"type": "beat"})
             await asyncio.sleep(_TICK_S)
 
@@ -203,7 +203,7 @@ class Leader:
         host = str(hello["host"])
         if version != __version__:
             raise membership.RefusedHostError(
-                f"{host} has photinus {version}, the host that leads has {__version__}; install the same on all"
+                f"{host} has photinus {version}, the host that leads has {__version__}; install the same on all hosts"
             )
         wanted = (self._rules.least, self._rules.most)
         if hosts != wanted:
@@ -214,7 +214,9 @@ class Leader:
         if self._torch is None:
             self._torch = torch
         elif self._torch != torch:
-            self._tell(f"host {host} has torch {torch}, another has {self._torch}: results may differ, or fail")
+            self._tell(
+                f"host {host} has torch {torch}, but another host has {self._torch}: results may differ, or ranks fail"
+            )
         return membership.PeerHost(
             key=key,
             host=host,
@@ -255,7 +257,7 @@ class Leader:
             elif isinstance(act, membership.Stop):
                 self._send(act.keys, {"type": "stop"})
             elif isinstance(act, membership.Regroup):
-                self._tell(f"{act.reason}: the hosts that are there stop their workers and meet again")
+                self._tell(f"{act.reason}: the present hosts stop their workers and form a new group")
                 self._send(act.keys, {"type": "save" if act.unharmed else "regroup"})
             elif isinstance(act, membership.Drop):
                 self._writers[act.key].close()
@@ -317,7 +319,7 @@ def _nnodes_text(hosts: Sequence[int]) -> str:
 
 
 class Server(Protocol):
-    """What answers callers in an asyncio loop."""
+    """An asyncio server that answers callers."""
 
     async def open(self, listener: socket.socket) -> None:
         """Begins to serve on a listening socket."""

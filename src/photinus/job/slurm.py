@@ -31,7 +31,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
             _choices(part, text) if part.startswith("[") else [part] for part in re.findall(r"\[[^]]*\]|[^[]+", item)
         ]
         if len(names) + math.prod(map(len, parts)) > _MOST_HOSTS:
-            raise ValueError(f"host list {_short(text)} stands for more than {_MOST_HOSTS} hosts")
+            raise ValueError(f"host list {_short(text)} has more than {_MOST_HOSTS} hosts")
         names += ["".join(pieces) for pieces in itertools.product(*parts)]
     return tuple(names)
 
@@ -42,7 +42,7 @@ def _items(text: str) -> Iterator[str]:
     for position, letter in enumerate(text + ","):
         if letter in "[]":
             if inside == (letter == "["):
-                raise ValueError(f"host list {_short(text)}: {letter!r} at character {position + 1} has no partner")
+                raise ValueError(f"host list {_short(text)}: {letter!r} at character {position + 1} is not paired")
             inside = not inside
         elif letter == "," and (not inside or position == len(text)):
             item = text[start:position].strip()
@@ -79,7 +79,7 @@ _MOST_TASKS = 10_000_000
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """What srun tells each task that it starts.
+    """The variables that srun sets for each task.
 
     Attributes:
         job_id: of the job; each element of a job array has its own.
@@ -104,7 +104,7 @@ class SlurmStep:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What a job asked for, as a process inside it sees it, srun or not.
+    """The request of a job, as a process inside it sees it, with srun or without.
 
     Attributes:
         job_id: of the job.
@@ -178,13 +178,13 @@ def tasks_per_host(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
         times = int(match[2] or 1) if match else 0
         if match is None or times > _MOST_TASKS:
-            raise ValueError(f"{word.strip()!r} is no number of tasks like 4 or 2(x3)")
+            raise ValueError(f"{word.strip()!r} is not a number of tasks like 4 or 2(x3)")
         counts += [int(match[1])] * times
     return tuple(counts)
 
 
 def has_a_gpu_of_its_own(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm shows each task other GPUs (--gpus-per-task, --gpu-bind), so that each counts its own from 0."""
+    """Return whether each task sees its own GPUs, from 0 (--gpus-per-task, --gpu-bind)."""
     bound = environ.get("SLURM_GPU_BIND", "").removeprefix("verbose,").removeprefix("quiet,")
     if bound:
         return bound.startswith(("single", "per_task", "map_gpu", "mask_gpu"))

@@ -1,4 +1,4 @@
-"""What to start where: resolved once, from the command line, torchrun's variables and the scheduler."""
+"""The job's specification, resolved once from the command line, torchrun's variables and the scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Program:
-    """What each worker runs.
+    """The program that each worker runs.
 
     Attributes:
         kind: "script" (`target` is a path, run as `python target` would), "module" (a name, as `python -m`) or
@@ -24,7 +24,7 @@ class Program:
     local_rank_flag: str | None = None
 
     def arguments_of(self, local_rank: int | str) -> tuple[str, ...]:
-        """What the worker with this number on its host finds in sys.argv[1:]."""
+        """Return sys.argv[1:] of the worker with this number on its host."""
         if self.local_rank_flag is None:
             return self.arguments
         return (f"{self.local_rank_flag}={local_rank}", *self.arguments)
@@ -51,7 +51,7 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class LogSpec:
-    """Where the workers' output goes. `redirects`, `tee`: "out" and "err" by local rank, -1: all that are not named."""
+    """Destinations of the workers' output. `redirects`, `tee`: "out" and "err" by local rank, -1: all others."""
 
     log_dir: str | None = None
     redirects: Mapping[int, frozenset[str]] | None = None
@@ -61,7 +61,7 @@ class LogSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What to start where. It is all that a launcher knows of what the user asked for.
+    """The programs to start, and the hosts. It is all that a launcher knows of the user's request.
 
     Attributes:
         nproc_per_node: workers of this host: a number, or "auto", "gpu", "cpu", "xpu".

@@ -1,4 +1,4 @@
-"""What a worker tells its launcher while it runs, in a memory file of the launcher's: one line, fixed but for its end.
+"""The status that a worker writes into a memory file of its launcher: one line, fixed except for its end.
 
     letter   what a request to suspend would find here:
                  r  it would be heard; SIGTERM would end the worker if it were not for that
@@ -74,7 +74,7 @@ def count_optimizer_steps() -> None:
 
 
 def read(text: str) -> Status:
-    """What a worker has told last; `text` is the content of its file, perhaps empty."""
+    """Read a worker's last status; `text` is the content of its file, perhaps empty."""
     steps, saved = text[1 : 1 + _WIDTH], text[1 + _WIDTH : 1 + 2 * _WIDTH]
     out = text[1 + 2 * _WIDTH :].partition("\n")[0]
     return Status(text[:1], int(steps), int(saved), out) if text else Status()

@@ -58,7 +58,7 @@ class World:
         world = cls() if told is None else cls._from(told)
         if meant is not None and meant != world.world_size:
             raise WorldSizeError(
-                f"the launcher means a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "
+                f"the launcher expects a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "
                 f"process finds a world of {world.world_size}. Do not change RANK or WORLD_SIZE in the script; start "
                 f"it with `photinus run --nproc-per-node N` for another size."
             )
@@ -84,7 +84,7 @@ class World:
         if not 0 <= local_rank < local_world_size <= world_size:
             raise WorldSizeError(
                 f"{local_rank_name}={local_rank} but this host runs {local_world_size} processes of the job "
-                f"({local_size_name if told.local_world_size is not None else 'no variable says how many'}, from "
+                f"({local_size_name if told.local_world_size is not None else 'no variable has the number'}, from "
                 f"{told.launcher}), which has {world_size}."
             )
         host_rank = told.host_rank
@@ -118,10 +118,9 @@ def check_participants(world_size: int, scheduler: Told, environ: Mapping[str, s
         return
     raise WorldSizeError(
         f"{scheduler.launcher} started {started} processes ({scheduler.names[1]}={started}), but this one finds a job "
-        f"of {members} ({said_by}={environ.get(said_by, 'not set')}): they would train side by side, each a model of "
-        f"its own. Leave RANK and WORLD_SIZE unset and {scheduler.launcher} says who is who; a launcher of processes "
-        f"(photinus run) is started once per host. If separate trainings are meant, set "
-        f"{env.EXPECTED_WORLD_SIZE.name}={world_size}."
+        f"of {members} ({said_by}={environ.get(said_by, 'not set')}): each would train its own model. Unset "
+        f"RANK and WORLD_SIZE: then {scheduler.launcher} gives each process its rank. Or start one `photinus run` per "
+        f"host. If you want separate trainings, set {env.EXPECTED_WORLD_SIZE.name}={world_size}."
     )
 
 
@@ -135,5 +134,5 @@ def check_company(environ: Mapping[str, str]) -> None:
     raise WorldSizeError(
         f"Slurm job {job.job_id} has {job.tasks} tasks, but this process was not started by srun and would train "
         f"alone, in a world of 1. Start it with `srun python ...`, or with `photinus run` for processes on this host. "
-        f"If one process is meant, set {env.EXPECTED_WORLD_SIZE.name}=1."
+        f"If you want one process, set {env.EXPECTED_WORLD_SIZE.name}=1."
     )
