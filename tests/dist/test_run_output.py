@@ -182,7 +182,7 @@ def test_a_script_that_takes_local_rank_is_given_it_and_the_user_is_told_once(tm
     ended = run_job("--nproc-per-node", "2", path, "--lr", "0.5")
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == ["Namespace(local_rank=0, lr=0.5)", "[1] Namespace(local_rank=1, lr=0.5)"]
-    assert ended.err == f"photinus: {path} takes --local_rank: given to each worker (--use-env leaves it out)\n"
+    assert ended.err == f"photinus: {path} takes --local_rank: each worker gets it (to omit it: --use-env)\n"
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_words_that_are_no_utf_8_stand_in_the_script_as_they_were_typed(capsysbi
 def test_waits_are_handed_over_as_typed_but_nobody_says_who_leads():
     text = written("--rdzv-conf", "join_timeout=60,heartbeat_timeout=9", "train.py")
     assert "photinus run --rdzv-conf join_timeout=60,heartbeat_timeout=9" in text
-    with pytest.raises(UsageError, match="and --slurm contradict each other: the first host of the job leads"):
+    with pytest.raises(UsageError, match="and --slurm are mutually exclusive: the first host of the job leads"):
         written("--rdzv-conf", "is_host=1", "train.py")
 
 
@@ -88,8 +88,8 @@ def test_the_users_own_options_win_over_ours():
         (["--sbatch", "-N 4"], "use --nnodes"),
         (["--sbatch", "mem=3"], "needs an option of sbatch"),
         (["--sbatch", "--mem=3\nrm -rf /"], "on one line"),
-        (["--cpu", "--gpus-per-node", "2"], "contradict each other"),
-        (["--include", "localhost:0"], "the scheduler gives out hosts and devices"),
+        (["--cpu", "--gpus-per-node", "2"], "are mutually exclusive"),
+        (["--include", "localhost:0"], "the scheduler chooses hosts and devices"),
     ],
 )
 def test_options_that_make_no_sense_in_it_are_refused(words: list[str], complaint: str):

@@ -57,7 +57,7 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("xyz", "unknown command xyz. See `photinus --help`."),
         ("help rnu", "unknown command rnu. Did you mean run?"),
         ("train.py --lr 1", "To start it: photinus run train.py"),
-        ("--nproc-per-node 2 x.py", "Flags stand after the command"),
+        ("--nproc-per-node 2 x.py", "Put flags after the command"),
         ("run", "which script?"),
         ("run --nproc_node 2 x.py", "Did you mean --nproc-per-node?"),
         ("run no_such_script.py", "script no_such_script.py does not exist"),
@@ -69,8 +69,8 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("doctor --jsn", "Did you mean --json?"),
         ("doctor --timeout", "--timeout needs a value: SECONDS."),
         ("doctor --timeout=-1", "--timeout -1: needs"),
-        ("doctor --ssh-port 2222", "--ssh-port 2222 means something only with --hosts or --hostfile."),
-        ("doctor --hosts a --hostfile b", "--hosts a and --hostfile b contradict each other"),
+        ("doctor --ssh-port 2222", "--ssh-port 2222 has an effect only with --hosts or --hostfile."),
+        ("doctor --hosts a --hostfile b", "--hosts a and --hostfile b are mutually exclusive"),
         ("bench --nproc-per-node 1", "needs a whole number, 2 to 1024"),
         ("top --onec", "Did you mean --once?"),
         ("top --interval fast", "--interval fast: needs a number of seconds"),
@@ -230,7 +230,7 @@ def test_a_working_directory_that_was_removed_is_told_before_anything_starts(tmp
     (tmp_path / "gone").mkdir()
     assert main(["run", "--dry-run", __file__]) == 2
     told = capsys.readouterr().err
-    assert f"was removed. Change to another: cd {tmp_path}/gone, which was made again.\n" in told
+    assert f"was removed. Change to another: cd {tmp_path}/gone, which exists again.\n" in told
     assert told.count("\n") == 1
 
 

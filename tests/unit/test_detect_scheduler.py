@@ -111,7 +111,7 @@ def test_the_host_with_one_launcher_refuses_too_when_another_has_two():
 
 def test_one_launcher_in_a_job_of_several_hosts_is_refused():
     environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
-    with pytest.raises(UsageError, match=r"job 12 holds 2 hosts.*srun --ntasks-per-node=1 photinus run.*--nnodes 1"):
+    with pytest.raises(UsageError, match=r"job 12 has 2 hosts.*srun --ntasks-per-node=1 photinus run.*--nnodes 1"):
         seen(environ)
 
 
@@ -136,12 +136,12 @@ def test_a_leader_alone_that_was_typed_is_filled_in_by_the_scheduler(words: list
     typed = parse_run([*words, "--local-addr", "here", "train.py"]).spec.hosts
     places = [place_hosts(typed, srun(rank, "1(x2)", "node[1-2]", 2)) for rank in range(2)]
     assert [(p.nnodes, p.node_rank, p.leader, p.port) for p in places] == [((2, 2), i, "a", 29400) for i in range(2)]
-    with pytest.raises(UsageError, match="holds 2 hosts, but photinus run was started on this one only"):
+    with pytest.raises(UsageError, match="has 2 hosts, but photinus run was started on this one only"):
         place_hosts(typed, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"})
 
 
 def test_an_environment_that_contradicts_itself_is_a_launch_error():
     with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS='many' \(from Slurm\) is not a whole number"):
         seen(srun(0, "1", "node1", 1, SLURM_STEP_NUM_TASKS="many"))
-    with pytest.raises(LaunchError, match="does not say where rank 0 is"):
+    with pytest.raises(LaunchError, match="no variable names the host of rank 0"):
         seen({k: v for k, v in mpirun(0, 2, 1).items() if k != "OMPI_MCA_orte_hnp_uri"})

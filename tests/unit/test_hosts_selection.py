@@ -52,18 +52,18 @@ def test_hosts_and_devices_that_are_chosen(flags, expected):
     [
         ({"include": "aa:0"}, "--include aa:0: host aa is not in the host file. Did you mean a?"),
         ({"include": "node9"}, "host node9 is not in the host file. It names a, b, c."),
-        ({"include": "c:2"}, "c has no slot 2; hosts:3 says slots=2, which are numbered 0 to 1"),
+        ({"include": "c:2"}, "c has no slot 2; hosts:3 has slots=2, which are numbered 0 to 1"),
         ({"exclude": "a:4"}, "a has no slot 4"),
-        ({"exclude": "a@b@c"}, "--exclude a@b@c leaves no device of no host"),
-        ({"include": "a:"}, "'' is no device"),
-        ({"include": "a:x"}, "'a:x' is not understood"),
-        ({"include": "a:3-1"}, "'3-1' is no device"),
-        ({"include": "a@@b"}, "'' is not understood. It takes hosts with or without devices, like a:0,1@b"),
-        ({"include": "a", "exclude": "b"}, "--include a and --exclude b contradict each other"),
-        ({"include": "a", "num_gpus": 2}, "--include a and --num-gpus 2 contradict each other"),
-        ({"exclude": "a", "num_nodes": 2}, "--exclude a and --num-nodes 2 contradict each other"),
-        ({"num_nodes": 4}, "--num-nodes 4 asks for 4 hosts, but hosts names 3"),
-        ({"num_gpus": 3}, "--num-gpus 3 asks for 3 devices of each host, but c has slots=2 (hosts:3)"),
+        ({"exclude": "a@b@c"}, "--exclude a@b@c leaves no devices"),
+        ({"include": "a:"}, "'' is not a device"),
+        ({"include": "a:x"}, "'a:x' is not valid"),
+        ({"include": "a:3-1"}, "'3-1' is not a device"),
+        ({"include": "a@@b"}, "'' is not valid. Give hosts with or without devices, like a:0,1@b"),
+        ({"include": "a", "exclude": "b"}, "--include a and --exclude b are mutually exclusive"),
+        ({"include": "a", "num_gpus": 2}, "--include a and --num-gpus 2 are mutually exclusive"),
+        ({"exclude": "a", "num_nodes": 2}, "--exclude a and --num-nodes 2 are mutually exclusive"),
+        ({"num_nodes": 4}, "--num-nodes 4 needs 4 hosts, but hosts lists 3"),
+        ({"num_gpus": 3}, "--num-gpus 3 needs 3 devices per host, but c has slots=2 (hosts:3)"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused_with_both_sides(flags, told):
@@ -78,7 +78,7 @@ def test_a_host_without_slots_takes_devices_by_number_but_not_all_except_some():
     assert share.devices == (0, 7)
     (share,) = select(hosts, parse_run(["-H", "hosts", "x.py"]))
     assert (share.devices, share.count) == (None, None)
-    with pytest.raises(UsageError, match="hosts:1 does not say how many it has: write `a slots=N`"):
+    with pytest.raises(UsageError, match="hosts:1 does not list its number of slots: write `a slots=N`"):
         select(hosts, parse_run(["-H", "hosts", "-e", "a:0", "x.py"]))
 
 
@@ -105,8 +105,8 @@ def test_without_a_host_file_they_choose_devices_of_this_host(words, same_as):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--include", "b:0"], "there is no host file, so localhost is all there is. Name b in a file"),
-        (["--exclude", "localhost"], "leaves no host: without --hostfile there is only this one"),
+        (["--include", "b:0"], "without --hostfile there is only localhost. List b in a file"),
+        (["--exclude", "localhost"], "leaves no hosts: without --hostfile there is only this one"),
         (["--exclude", "localhost:0-3"], "none is left; torch sees 4 GPUs here"),
         (["--exclude", "localhost:4"], "there is no GPU 4; torch sees 4 GPUs here"),
         (["--include", "localhost:1,2", "--nproc-per-node", "3"], "chooses 2 devices, but --nproc-per-node 3"),

@@ -72,13 +72,13 @@ def test_workers_of_a_host(typed, share, words):
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("--local-addr 10.0.0.1", "--local-addr 10.0.0.1 and --hostfile hosts contradict each other"),
+        ("--local-addr 10.0.0.1", "--local-addr 10.0.0.1 and --hostfile hosts are mutually exclusive"),
         (
             "--rdzv-conf is_host=1",
-            "is_host=1 and --hostfile hosts contradict each other: the first host of the file leads",
+            "is_host=1 and --hostfile hosts are mutually exclusive: the first host of the file leads",
         ),
-        ("--node-rank 1", "contradict each other"),
-        ("--nnodes 2", "contradict each other"),
+        ("--node-rank 1", "are mutually exclusive"),
+        ("--nnodes 2", "are mutually exclusive"),
     ],
 )
 def test_flags_for_one_host_are_refused_and_not_passed_over(typed, told):

@@ -118,6 +118,6 @@ def test_the_proxy_of_mpiexec_is_found_among_the_ancestors(tmp_path: Path):
 def test_ranks_set_by_hand_need_address_and_port():
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     with pytest.raises(
-        NotInitializedError, match="this job has 2 processes \(from the environment\), but MASTER_PORT is not set"
+        NotInitializedError, match=r"this job has 2 processes \(from the environment\), but MASTER_PORT is not set"
     ):
         found(environ)

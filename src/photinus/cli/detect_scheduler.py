@@ -1,4 +1,4 @@
-"""Where `photinus run` finds itself when srun or mpirun started it once on each host."""
+"""Find the place of `photinus run` when srun or mpirun started it once on each host."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
                 return hosts
             # In a batch script or the shell of salloc: the other hosts would stay idle.
             raise UsageError(
-                f"Slurm job {job.job_id} holds {job.hosts} hosts, but photinus run was started on this one only. Start "
-                f"it on each of them: `srun --ntasks-per-node=1 photinus run ...`; or say that this host is enough: "
+                f"Slurm job {job.job_id} has {job.hosts} hosts, but photinus run was started on this one only. Start "
+                f"it on each host: `srun --ntasks-per-node=1 photinus run ...`. To use this host only: "
                 f"`photinus run --nnodes 1 ...`."
             )
         world = World.from_env({name: value for name, value in environ.items() if name not in _OF_RANKS})
@@ -52,7 +52,7 @@ def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
     except UsageError:
         raise
     except ValueError as error:
-        raise LaunchError(f"the environment cannot be read: {error}") from error
+        raise LaunchError(f"cannot read the place of this process from the environment: {error}") from error
     leader, port, job_id = hosts.leader, hosts.port, hosts.job_id
     if place is not None:
         leader = reachable_address(place.address)
@@ -65,8 +65,8 @@ def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
             listen_on = own_address(leader, () if place is None else place.hosts[1:2])
         except OSError as error:
             raise LaunchError(
-                f"this host, the first of {world.world_size} that {scheduler.launcher} chose, does not know its own "
-                f"name {leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
+                f"this host, the first of {world.world_size} that {scheduler.launcher} chose, cannot resolve its own "
+                f"name {leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host can resolve."
             ) from error
     # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
     secret = env.JOB_SECRET.get(environ) or environ.get("OMPI_MCA_orte_precondition_transports")
@@ -92,8 +92,8 @@ def _refuse_several_on_one_host(world: World, scheduler: Told) -> None:
     starter, once, direct = _WORDS.get(scheduler.launcher, _WORDS["MPICH"])
     raise UsageError(
         f"{starter} started `photinus run` {world.world_size} times, {most} of them on one host, and each would start "
-        f"workers for the whole host. Either one launcher per host: `{once} photinus run ...`; or no launcher, and "
-        f"{scheduler.launcher}'s own processes are the ranks: `{direct.format(world.world_size)} python train.py`."
+        f"workers for the whole host. Start one launcher per host: `{once} photinus run ...`. Or start none: then "
+        f"{scheduler.launcher}'s processes are the ranks: `{direct.format(world.world_size)} python train.py`."
     )
 
 

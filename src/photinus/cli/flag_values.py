@@ -1,4 +1,4 @@
-"""How the value of a flag is read and checked: numbers, seconds, devices, hosts, and torchrun's small languages.
+"""Read and check the value of a flag: numbers, seconds, devices, hosts, and torchrun's small languages.
 
 These are types for argparse: each takes the text, and raises ArgumentTypeError with what is needed.
 """
@@ -96,7 +96,7 @@ def devices(text: str) -> tuple[int, ...]:
     """Read numbers of GPUs, each once."""
     numbers = _gpus(text)
     twice = next((number for number in numbers if numbers.count(number) > 1), None)
-    _require(twice is None, f"GPU {twice} is named twice; each worker needs one of its own.")
+    _require(twice is None, f"GPU {twice} is given twice; each worker needs its own.")
     return numbers
 
 
@@ -117,7 +117,7 @@ def host(text: str) -> str:
             ipaddress.IPv6Address(name)
         except ValueError:
             raise ArgumentTypeError(
-                "needs the name or address of a host alone; its port is --master-port, or both are --rdzv-endpoint."
+                "needs only a host's name or address. Give the port with --master-port, or both with --rdzv-endpoint."
             ) from None
     try:
         name.encode("idna")  # the resolver does so too, and fails there with a worse message
@@ -140,8 +140,8 @@ def rendezvous(text: str) -> str:
     """Read the name of a torchrun rendezvous that does what ours does."""
     _require(
         text in ("c10d", "static"),
-        f"photinus has a rendezvous of its own, which needs no {text}. Leave the flag out, and name the host that "
-        f"leads with --master-addr.",
+        f"photinus has its own rendezvous and does not need {text}. Remove the flag, and name the leading host with "
+        f"--master-addr.",
     )
     return text
 
@@ -185,5 +185,5 @@ def variables(text: str) -> tuple[str, ...]:
     """Read names of environment variables, like A or A,B."""
     names = tuple(word.strip() for word in text.split(","))
     wrong = next((name for name in names if not VARIABLE_NAME.fullmatch(name)), None)
-    _require(wrong is None, f"{wrong!r} is no name of an environment variable.")
+    _require(wrong is None, f"{wrong!r} is not a name of an environment variable.")
     return names

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RunFlags:
-    """What the user asked `photinus run` to do: a job, and how to choose its hosts or hand it to a scheduler.
+    """The request to `photinus run`: a job, and how to choose its hosts or hand it to a scheduler.
 
     Attributes:
         spec: the job, as far as the command line says it.
@@ -77,7 +77,7 @@ _FLAGS = {
     "workers": (
         _Flag(
             "--nproc-per-node -ppn -np -n N|auto|gpu|cpu",
-            "workers on a host. auto: one per GPU, or one per usable core where there is no GPU. default: auto",
+            "workers on a host. auto: one per GPU, or one per usable core without GPUs. default: auto",
             read.worker_count,
         ),
         _Flag("--cpu", "train on the CPU: the workers see no GPU"),
@@ -336,12 +336,12 @@ def _read_rendezvous(typed: dict[str, Any], given: Given) -> None:
 def _refuse_contradictions(typed: Mapping[str, Any], given: Given) -> None:
     """Raise UsageError for flags whose values cannot both be meant."""
     if "-m" in given and "--no-python" in given:
-        raise UsageError("--no-python and -m contradict each other: a module is Python. Leave out one of them.")
+        raise UsageError("--no-python and -m are mutually exclusive: a module is Python. Remove one of them.")
     spelling = given.get("--nproc-per-node", ("",))[0]
     if spelling in ("-n", "-np") and given.keys() & {"--nnodes", "--hostfile", "--slurm"}:
         raise UsageError(
-            f"{shown(given, '--nproc-per-node')}: with several hosts, mpirun counts the processes of all of them so, "
-            f"and `photinus run` those of one. Write --nproc-per-node N (or -ppn N) for N workers on each host."
+            f"{shown(given, '--nproc-per-node')}: with several hosts, this is the total in mpirun, and the number "
+            f"per host in `photinus run`. Write --nproc-per-node N (or -ppn N) for N workers on each host."
         )
     workers, gpus, (_, most) = typed.get("nproc_per_node"), typed.get("devices", ()), typed.get("nnodes", (1, 1))
     exclusive: list[tuple[str, ...]] = []
@@ -357,15 +357,15 @@ def _refuse_contradictions(typed: Mapping[str, Any], given: Given) -> None:
     if gpus and isinstance(workers, int) and workers != len(gpus) * typed["ranks_per_gpu"]:
         raise UsageError(
             f"{shown(given, '--device')} names {len(gpus)} GPU{'s' * (len(gpus) > 1)}, but "
-            f"{shown(given, '--nproc-per-node')} asks for {workers} workers, and each needs one of its own: leave out "
-            f"one of the two."
+            f"{shown(given, '--nproc-per-node')} asks for {workers} workers, and each needs its own: remove one "
+            f"of the two."
         )
     for flag, of in {"--hostfile": "the file", "--slurm": "the job"}.items():
         if flag in given and "leads" in typed:
-            why = f"the first host of {of} leads, whatever is_host says."
+            why = f"the first host of {of} leads; is_host has no effect."
             raise contradiction(given, "--rdzv-conf", flag, why)
     if "--hostfile" in given and "--local-addr" in given:
-        why = "each host has an address of its own. Name the hosts by theirs in the file, or the first by"
+        why = "each host has its own address. Write it into the file, or give that of the first host with"
         raise contradiction(given, "--local-addr", "--hostfile", f"{why} --master-addr.")
     number = typed.get("node_rank", 0)
     if "nnodes" not in typed and number > 0:

@@ -93,7 +93,7 @@ def _check_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         was = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
-        advice = f"cd {was}, which was made again" if os.path.isdir(was) else "cd to one that exists"
+        advice = f"cd {was}, which exists again" if os.path.isdir(was) else "cd to one that exists"
         raise UsageError(f"the working directory ({was}) was removed. Change to another: {advice}.") from None
 
 
@@ -145,7 +145,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _refuse(word: str) -> NoReturn:
     if word.startswith("-"):
-        text = f"unknown flag {word}. Flags stand after the command: photinus run {word} ...; see `photinus --help`."
+        text = f"unknown flag {word}. Put flags after the command: photinus run {word} ...; see `photinus --help`."
     elif word.endswith(".py"):
         text = f"{word} is not a command. To start it: photinus run {word}"
     else:
@@ -154,7 +154,7 @@ def _refuse(word: str) -> NoReturn:
 
 
 def _host() -> str:
-    """Which host says so, where several share a terminal."""
+    """Return a prefix with the name of this host, where several hosts share a terminal."""
     name = STARTED_AS.get()
     return "" if name is None else f"host {name}: "
 

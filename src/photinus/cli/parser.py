@@ -1,4 +1,4 @@
-"""What the command lines of all commands have in common: argparse, with errors that say what to type instead."""
+"""The parser of all commands: argparse, with errors that show what to type instead."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ class Parser(argparse.ArgumentParser):
         for name in given:
             needed = self._only_with[name]
             if needed and not any(flag in given for flag in needed):
-                raise UsageError(f"{shown(given, name)} means something only with {' or '.join(needed)}.")
+                raise UsageError(f"{shown(given, name)} has an effect only with {' or '.join(needed)}.")
         values.given, values.rest = given, tuple(rest)
         return values
 
     def error(self, message: str) -> NoReturn:
-        """What argparse finds beside wrong values: too few words, or too many."""
+        """Raise what argparse finds beside wrong values: too few arguments, or too many."""
         raise UsageError(f"{self.prog}: {message}. See `{self.prog} --help`.")
 
     def _split(self, rest: list[str], given: dict[str, tuple[str, str]], words: list[str]) -> Iterator[str]:
@@ -186,14 +186,14 @@ class Parser(argparse.ArgumentParser):
         if name in self.flags:
             return self.flags[name]
         if name in self._renamed:
-            raise UsageError(f"unknown flag {spelling}. It is called {self._renamed[name]} here.")
+            raise UsageError(f"unknown flag {spelling}. Its name here is {self._renamed[name]}.")
         if name in self._absent:
-            raise UsageError(f"{spelling} is another launcher's flag, and not here: {self._absent[name]}.")
+            raise UsageError(f"{spelling} is a flag of a different launcher: {self._absent[name]}.")
         near = closest(name, [*self.flags, *self._renamed])
         if near is not None:
             near = self._renamed.get(near) or self.flags[near].option_strings[0]
             raise UsageError(f"unknown flag {spelling}. Did you mean {near}?")
-        own = "; the script's own stand after its name" if self.passes_on else ""
+        own = "; put flags of the script after its name" if self.passes_on else ""
         raise UsageError(f"unknown flag {spelling}. `{self.prog} --help` lists the flags{own}.")
 
 
@@ -202,9 +202,9 @@ def shown(given: Given, flag: str) -> str:
     return " ".join(filter(None, given[flag]))
 
 
-def contradiction(given: Given, first: str, second: str, why: str = "leave out one of them.") -> UsageError:
+def contradiction(given: Given, first: str, second: str, why: str = "remove one of them.") -> UsageError:
     """Return the error for two flags that cannot both be meant."""
-    return UsageError(f"{shown(given, first)} and {shown(given, second)} contradict each other: {why}")
+    return UsageError(f"{shown(given, first)} and {shown(given, second)} are mutually exclusive: {why}")
 
 
 def refuse_exclusive(given: Given, exclusive: Iterable[Sequence[str]]) -> None:
@@ -230,7 +230,7 @@ def _choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         words = tuple(dict.fromkeys(text.replace(",", " ").split()))
         for word in words:
             if word not in known:
-                raise argparse.ArgumentTypeError(f"there are {', '.join(known)}, but no {word}.{hint(word, known)}")
+                raise argparse.ArgumentTypeError(f"{word} is not one of {', '.join(known)}.{hint(word, known)}")
         if not words:
             raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(known)}.")
         return words

@@ -107,7 +107,7 @@ def _resolve(flags: RunFlags) -> JobSpec:
     # Where several launchers share a terminal, the first host's says it for all.
     says = started_as is None or not spec.hosts.node_rank
     if says and program.local_rank_flag is not None:
-        text = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
+        text = f"{program.target} takes {program.local_rank_flag}: each worker gets it (to omit it: --use-env)"
         print(f"photinus: {text}", file=sys.stderr)
     if says and (missing := missing_packages(program)):
         print(

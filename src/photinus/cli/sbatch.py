@@ -58,7 +58,7 @@ def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
     """
     for flag in ("--include", "--exclude"):
         if flag in flags.given:
-            raise UsageError(f"{flags.typed(flag)}: the scheduler gives out hosts and devices. Leave it out.")
+            raise UsageError(f"{flags.typed(flag)}: the scheduler chooses hosts and devices. Remove the flag.")
     per_gpu = flags.spec.ranks_per_gpu
     # It may come from the environment here, by which the script's options are made.
     more = ["--ranks-per-gpu", str(per_gpu)] if per_gpu > 1 and not flags.spec.cpu and flags.num_gpus is None else []
@@ -140,7 +140,7 @@ def _gpus_per_host(flags: RunFlags) -> int | None:
     """Return how many GPUs of each host to request: 0 on the CPU; None: not known."""
     requested, spec = flags.gpus_per_node, flags.spec
     if spec.cpu and requested:
-        raise UsageError(f"--cpu and --gpus-per-node {requested} contradict each other: leave out one of them.")
+        raise UsageError(f"--cpu and --gpus-per-node {requested} are mutually exclusive: remove one of them.")
     if requested is not None:
         return requested
     if spec.cpu or spec.nproc_per_node == "cpu":
@@ -170,11 +170,11 @@ def _submit(text: bytes) -> None:
     if shutil.which("sbatch") is None:
         raise LaunchError(
             "--submit needs sbatch, which is not in PATH here. Run this on a login node of the cluster, or write the "
-            "script with --output FILE and hand it to sbatch there."
+            "script with --output FILE and submit it there."
         )
     # The job runs in this folder, with this environment, as it would with a file.
     code = subprocess.run(["sbatch"], input=text, check=False).returncode
     if code != 0:
         raise LaunchError(
-            f"sbatch refused the script (exit code {code}), see above; leave out --submit to read it", exit_code=code
+            f"sbatch refused the script (exit code {code}), see above; remove --submit to read it", exit_code=code
         )

@@ -1,4 +1,4 @@
-"""Which hosts and devices a job gets: --include, --exclude, --num-nodes and --num-gpus, with DeepSpeed's meaning.
+"""Choose the hosts and devices of a job: --include, --exclude, --num-nodes and --num-gpus, as in DeepSpeed.
 
 A device's number is its slot in the host file. Hosts keep the file's order, whatever the order in which they are
 named. Where DeepSpeed takes fewer hosts or more devices than asked for without a word, this refuses with both numbers.
@@ -23,7 +23,7 @@ _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\
 
 @dataclass(frozen=True)
 class Share:
-    """What the job gets of one host.
+    """The part of one host that the job gets.
 
     `devices`: the GPUs that were chosen by number, if they were, in that order. `count`: workers; None: as many as the
     host finds right. `gpus`: each worker needs a GPU, because GPUs were asked for.
@@ -52,16 +52,16 @@ def select(hosts: Sequence[Host], flags: RunFlags) -> tuple[Share, ...]:
         shares = [_exclude(host, named.get(host.name)) for host in hosts]
         kept = tuple(share for share in shares if share is not None)
         if not kept:
-            raise UsageError(f"--exclude {flags.exclude} leaves no device of no host.")
+            raise UsageError(f"--exclude {flags.exclude} leaves no devices.")
         return kept
     wanted, gpus = flags.num_nodes, flags.num_gpus
     if wanted is not None and wanted > len(hosts):
-        raise UsageError(f"--num-nodes {wanted} asks for {wanted} hosts, but {flags.hostfile} names {len(hosts)}.")
+        raise UsageError(f"--num-nodes {wanted} needs {wanted} hosts, but {flags.hostfile} lists {len(hosts)}.")
     hosts = hosts[:wanted]
     for host in hosts:
         if gpus is not None and host.slots is not None and host.slots < gpus:
             raise UsageError(
-                f"--num-gpus {gpus} asks for {gpus} devices of each host, but {host.name} has slots={host.slots} "
+                f"--num-gpus {gpus} needs {gpus} devices per host, but {host.name} has slots={host.slots} "
                 f"({host.where})."
             )
     return tuple(Share(host, count=host.slots if gpus is None else gpus, gpus=gpus is not None) for host in hosts)
@@ -83,7 +83,7 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> JobSpec:
     elif flags.exclude is not None:
         excluded = _local_slots("--exclude", flags.exclude)
         if not excluded:
-            raise UsageError(f"--exclude {flags.exclude} leaves no host: without --hostfile there is only this one.")
+            raise UsageError(f"--exclude {flags.exclude} leaves no hosts: without --hostfile there is only this one.")
         present = count_gpus()
         devices = tuple(number for number in range(present) if number not in excluded)
         beyond = [number for number in excluded if number >= present]
@@ -95,7 +95,7 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> JobSpec:
     if isinstance(spec.nproc_per_node, int) and spec.nproc_per_node != len(devices):
         raise UsageError(
             f"--include {flags.include} chooses {len(devices)} devices, but --nproc-per-node "
-            f"{spec.nproc_per_node} asks for {spec.nproc_per_node} workers: leave out one of the two."
+            f"{spec.nproc_per_node} asks for {spec.nproc_per_node} workers: remove one of the two."
         )
     return replace(spec, nproc_per_node=len(devices)) if spec.cpu else replace(spec, devices=devices)
 
@@ -107,7 +107,7 @@ def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
         return None
     if host.slots is None:
         raise UsageError(
-            f"--exclude names devices of {host.name}, but {host.where} does not say how many it has: write "
+            f"--exclude names devices of {host.name}, but {host.where} does not list its number of slots: write "
             f"`{host.destination} slots=N` there."
         )
     kept = tuple(slot for slot in range(host.slots) if slot not in slots)
@@ -126,7 +126,7 @@ def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tu
         beyond = [slot for slot in slots if present is not None and slot >= present]
         if beyond:
             raise UsageError(
-                f"{flag} {text}: {name} has no slot {beyond[0]}; {known[name].where} says slots={present}, which are "
+                f"{flag} {text}: {name} has no slot {beyond[0]}; {known[name].where} has slots={present}, which are "
                 f"numbered 0 to {present - 1 if present else 0}."
             )
     return named
@@ -138,8 +138,8 @@ def _local_slots(flag: str, text: str) -> tuple[int, ...]:
     for name in named:
         if name not in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
             raise UsageError(
-                f"{flag} {text}: there is no host file, so localhost is all there is. Name {name} in a file and give "
-                f"it with --hostfile."
+                f"{flag} {text}: without --hostfile there is only localhost. List {name} in a file and give it "
+                f"with --hostfile."
             )
     return tuple(dict.fromkeys(itertools.chain(*named.values()))) if all(named.values()) else ()
 
@@ -150,15 +150,15 @@ def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
     for item in text.split("@"):
         matched = _ITEM.fullmatch(item.strip())
         if matched is None:
-            raise UsageError(
-                f"{flag} {text}: {item!r} is not understood. It takes hosts with or without devices, like a:0,1@b."
-            )
+            raise UsageError(f"{flag} {text}: {item!r} is not valid. Give hosts with or without devices, like a:0,1@b.")
         name, slots = matched["name"].strip("[]"), list[int]()
         for word in [] if matched["slots"] is None else matched["slots"].split(","):
             span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
             first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
             if first > last:
-                raise UsageError(f"{flag} {text}: {word!r} is no device. They are numbers from 0, like 0,2 or 0-3.")
+                raise UsageError(
+                    f"{flag} {text}: {word!r} is not a device. Devices are numbers from 0, like 0,2 or 0-3."
+                )
             slots += range(first, last + 1)
         is_whole = not slots or named.get(name) == ()
         named[name] = () if is_whole else tuple(dict.fromkeys([*named.get(name, ()), *slots]))
