@@ -24,16 +24,16 @@ KINDS = ("openings", "messages", "participles")
 # Room -> most openings, messages and participles. Lower a figure when its room gets better. "top": the files directly
 # in the package.
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "backend": (27, 1, 52),
-    "cli": (8, 8, 21),
+    "backend": (0, 1, 52),
+    "cli": (0, 0, 21),
     "compat": (1, 1, 11),
-    "job": (39, 13, 34),
+    "job": (0, 0, 34),
     "parallel": (67, 7, 55),
-    "run": (44, 0, 36),
-    "runlog": (17, 0, 13),
+    "run": (0, 0, 36),
+    "runlog": (0, 0, 13),
     "templates": (2, 1, 2),
-    "tools": (10, 2, 48),
-    "top": (12, 0, 18),
+    "tools": (7, 2, 48),
+    "top": (0, 0, 18),
     "trainer": (56, 16, 78),
 }
 OPENING = re.compile(r"(Whether|What|Who|Whose|How|Where|Which)\b")

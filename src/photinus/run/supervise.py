@@ -128,7 +128,7 @@ def supervise(spec: JobSpec) -> int:
 
 
 def _choose_workers(spec: JobSpec, environ: MutableMapping[str, str]) -> tuple[WorkerCount, tuple[str, ...]]:
-    """How many workers this host gets, and the name of each one's GPU; with --device, no other GPU is visible then.
+    """Choose the workers of this host, and name the GPU of each; with --device, hide all other GPUs.
 
     Raises:
         UsageError: more workers than can be meant.

@@ -1,4 +1,4 @@
-"""What the kernel says about this process's control group, versions 1 and 2: CPU quota, memory limit, kills."""
+"""Read this process's control group from the kernel, versions 1 and 2: CPU quota, memory limit, kills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_LIMIT = 2**60  # version 1 writes "no limit" as a number near 2**63
 
 @dataclass(frozen=True)
 class OomKills:
-    """How often the out-of-memory killer has struck so far, and where that is counted."""
+    """Number of kills by the out-of-memory killer so far, and the place of the count."""
 
     count: int
     place: str
@@ -56,7 +56,7 @@ def oom_kills(root: Path = Path("/")) -> OomKills | None:
 
 
 def oom_since(before: OomKills | None, root: Path = Path("/")) -> str:
-    """How often the killer has struck since then, and where, in words; "" when it has not, or nobody knows."""
+    """Describe the kills since then, and their place; "" if there are none, or the count is unknown."""
     now = oom_kills(root)
     if before is None or now is None or now.count <= before.count:
         return ""

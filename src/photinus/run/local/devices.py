@@ -1,4 +1,4 @@
-"""How many workers this host gets: one per GPU, one per usable core, or as many as the user says."""
+"""Choose the number of workers of this host: one per GPU, one per usable core, or the number that the user gave."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_devices(numbers: Sequence[int], present: int) -> None:
 
 
 def gpu_names(workers: int, present: int, visible: str | None, ranks_per_gpu: int) -> tuple[str, ...]:
-    """What messages call each worker's GPU, by local rank: "GPU 3", as nvidia-smi numbers them; () without GPUs."""
+    """Return the name of each worker's GPU for messages, by local rank: "GPU 3", as in nvidia-smi; () without GPUs."""
     if present * ranks_per_gpu < workers:
         return ()
     numbers = [name.strip() for name in visible.split(",")] if visible else list(map(str, range(present)))

@@ -45,7 +45,7 @@ class Interrupts:
 
     @property
     def forced(self) -> bool:
-        """Whether the user has asked a second time: no more grace."""
+        """Return whether the user has sent a second signal: no more grace."""
         return len(self.received) > 1
 
     def note(self, number: int, frame: types.FrameType | None) -> None:
@@ -83,7 +83,7 @@ class Interrupts:
             self._raise_at_once = False
 
     def comes_within(self, timeout_s: float) -> bool:
-        """Whether a signal that ends the job has been received; waits for one."""
+        """Wait for a signal that ends the job; return whether one has been received."""
         deadline = time.monotonic() + timeout_s
         self.drain()
         while not self.received and (left_s := deadline - time.monotonic()) > 0:

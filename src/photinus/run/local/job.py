@@ -14,7 +14,7 @@ from .store import LOOPBACK
 
 @dataclass(frozen=True)
 class Job:
-    """What to run and how: as the user asked (`spec`), and what was found out since.
+    """A job as the user asked for it (`spec`), with the facts that were found since.
 
     Attributes:
         local_world_size: workers on this host.

@@ -1,4 +1,4 @@
-"""Who leads a job on several hosts, and this host's way into it.
+"""Find the host that leads a job on several hosts, and join it.
 
 The host that leads is the one to which --master-addr (or --rdzv-endpoint) belongs; with --node-rank, the one of rank
 0. It listens on that address only. When two launchers of one host could lead, the first to have the port does.

@@ -25,7 +25,7 @@ _PROBE_BYTES = 4096
 
 
 class Logs:
-    """What goes where of the output of this host's workers. Nothing is made before `open`.
+    """Destinations of the output of this host's workers. Nothing is made before `open`.
 
     Attributes:
         base: the user's DIR, or a temporary folder; None when nothing is written, and before `open`.
@@ -51,7 +51,7 @@ class Logs:
 
     @property
     def writes(self) -> bool:
-        """Whether anything is written to files."""
+        """Return whether anything is written to files."""
         return any(self._redirects.values()) or any(self._tee.values())
 
     def check(self, local_world_size: int) -> None:

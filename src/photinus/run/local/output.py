@@ -122,7 +122,7 @@ class Output:
             equal.ranks.clear()
 
     def ends_for(self, rank: int, local_rank: int) -> tuple[int | None, int | None]:
-        """What a worker gets as stdout and stderr; to be closed here once the worker has them.
+        """Return a worker's stdout and stderr; close them here once the worker has them.
 
         None stands for the launcher's own terminal, which rank 0 inherits. When stdout and stderr go to the same place
         and no other, both ends are the same pipe, so that the order of the two streams is kept.
@@ -319,7 +319,7 @@ def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: F
 
 
 def _read(reading: int) -> bytes:
-    """What is there; nothing at the end, or when nothing is there and the pipe does not block."""
+    """Read what is there; nothing at the end, or when nothing is there and the pipe does not block."""
     try:
         return os.read(reading, _READ_BYTES)
     except BlockingIOError:
@@ -327,7 +327,7 @@ def _read(reading: int) -> bytes:
 
 
 def _is_lasting_terminal(target: int) -> bool:
-    """Whether a worker may have this terminal itself: when it is closed, its print would fail, and end the job.
+    """Return whether a worker may write to this terminal itself. If it is closed, a print fails, and ends the job.
 
     A launcher that ignores SIGHUP (`trap "" HUP`), or runs in the background (`& disown`), goes on without it.
     """
@@ -339,5 +339,5 @@ def _is_lasting_terminal(target: int) -> bool:
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns."""
+    """Return the text that a terminal shows of a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

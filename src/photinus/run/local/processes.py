@@ -72,11 +72,11 @@ class _Worker:
     overdue_s: float | None = None
 
     def record(self) -> Raised | None:
-        """What it has written about its uncaught exception so far."""
+        """The record of its uncaught exception, if it has written one."""
         return Raised.from_json(_content(self.error_file)) if os.fstat(self.error_file).st_size else None
 
     def has_raised(self) -> bool:
-        """Whether it has come to its end by an exception. (A record of torch's `@record` may have been survived.)"""
+        """Return whether an exception ended it. (After a record of torch's `@record`, it may still run.)"""
         record = self.record()
         return record is not None and record.raised_at_s is not None
 
@@ -86,20 +86,20 @@ class _Worker:
             signal.pidfd_send_signal(self.pidfd, each)
 
     def hears(self, letters: str) -> bool:
-        """Whether the letter of its status is one of these (see status.py)."""
+        """Return whether the letter of its status is one of these (see status.py)."""
         return self.last_status().letter in letters
 
     def last_status(self) -> Status:
-        """What it has told of itself last."""
+        """Read the status that it reported last."""
         return read(_content(self.status_file))
 
     def has_suspended(self) -> bool:
-        """Whether it has recorded that it saved its work and leaves."""
+        """Return whether it has recorded that it saved its work and exits."""
         record = self.record()
         return record is not None and record.suspended
 
     def is_leaving(self) -> bool:
-        """Whether it has raised, its own hooks are done, and it only has to leave (see `worker._fail`)."""
+        """Return whether it has raised, its own hooks are done, and it only has to exit (see `worker._fail`)."""
         return self.has_raised() and _content(self.error_file).endswith("\n")
 
 
@@ -153,19 +153,19 @@ class Processes:
         self._leftovers()
 
     def any_failed(self) -> bool:
-        """Whether a worker has ended other than well."""
+        """Return whether a worker has failed."""
         return any(worker.status not in (None, 0) for worker in self._workers)
 
     def any_running(self) -> bool:
-        """Whether a worker has not ended."""
+        """Return whether a worker has not ended."""
         return any(worker.status is None for worker in self._workers)
 
     def can_suspend(self) -> bool:
-        """Whether a running worker would hear a request to suspend."""
+        """Return whether a running worker would receive a request to suspend."""
         return not self._stopped and any(w.status is None and w.hears(HEARD) for w in self._workers)
 
     def suspensions(self) -> list[Raised]:
-        """What the workers have recorded that saved and are leaving, or have left, because they were asked to."""
+        """Return the records of the workers that saved and exit, or have exited, on request."""
         records = [worker.record() for worker in self._workers]
         return [record for record in records if record is not None and record.suspended]
 
@@ -276,7 +276,7 @@ class Processes:
             waited_s = time.monotonic() - begun_s
 
     def deaths(self) -> list[Death]:
-        """How the workers ended that did not end well, by local rank."""
+        """Return the deaths of the workers that failed, by local rank."""
         host = socket.gethostname()
         deaths = []
         for worker in self._workers:
@@ -312,7 +312,7 @@ class Processes:
         return [worker.rank for worker in self._workers if worker.status == 0 and not worker.asked_to_leave]
 
     def steps(self) -> int:
-        """How many steps of training the workers have told of."""
+        """Return the number of training steps that the workers have reported."""
         return max(worker.last_status().steps for worker in self._workers)
 
     def saved_step(self) -> int:
@@ -402,7 +402,7 @@ class Processes:
         return found
 
     def _is_in_session(self, pid: int) -> bool:
-        """Whether it has stayed in the session of a worker."""
+        """Return whether it is in the session of a worker."""
         with contextlib.suppress(ProcessLookupError):
             return os.getsid(pid) in {worker.process.pid for worker in self._workers}
         return True  # it has just ended
@@ -457,7 +457,7 @@ def _children_of(pid: int) -> set[int]:
 
 
 def _is_of_a_worker(pid: int) -> bool:
-    """Whether a process has a worker's environment. A program that has only just begun has none for a moment."""
+    """Return whether a process has a worker's environment. A program that has just begun has none for a moment."""
     for _ in range(10):
         if environ := text_of(Path(f"/proc/{pid}/environ")):
             return _OF_A_WORKER in environ

@@ -118,7 +118,7 @@ class StoreProcess:
             )
 
     def _close_store(self) -> bool:
-        """Whether the process has closed its store, and with it the port."""
+        """Ask the process to close its store, and with it the port; return whether it did."""
         assert self._control is not None
         with contextlib.suppress(OSError):  # it ended, or does not answer
             self._control.send(b"close")

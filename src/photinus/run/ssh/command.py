@@ -1,4 +1,4 @@
-"""How a host is reached: the command that starts `remote` there, and whether a host is this one."""
+"""Reach a host: the command that starts `remote` there, and whether a host is this one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ssh_command(ssh: str, port: int | None, *, needed: bool) -> str:
 
 
 def is_here(host: Host) -> bool:
-    """Whether a host is this one, so that no ssh is needed: by its name, or because its address can be bound here."""
+    """Return whether a host is this one, and needs no ssh: by its name, or because its address can be bound here."""
     if host.user is not None:  # another account, perhaps
         return False
     if host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
@@ -83,7 +83,7 @@ def is_here(host: Host) -> bool:
 
 
 def find_here(hosts: Sequence[Host]) -> list[bool]:
-    """Which of the hosts are this one. Names are looked up side by side, for name servers may be slow."""
+    """Return, for each host, whether it is this one. Names are looked up in parallel: name servers may be slow."""
     pool = ThreadPoolExecutor(len(hosts))
     looks = [pool.submit(is_here, host) for host in hosts]
     found, _ = wait(looks, _RESOLVE_S)

@@ -29,7 +29,7 @@ _LINE_LIMIT_BYTES = 64 * 1024
 
 @dataclass
 class Screen:
-    """Where stdout or stderr goes.
+    """The destination of stdout or stderr.
 
     Attributes:
         open_line: what was written last is a line that has not ended yet.
@@ -42,7 +42,7 @@ class Screen:
 
     @property
     def terminal(self) -> bool:
-        """Whether it is one."""
+        """Return whether it is a terminal."""
         return os.isatty(self.target)
 
     def write(self, data: bytes) -> None:
@@ -164,13 +164,13 @@ class RemoteHost:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether it is this machine, with or without ssh in between."""
+        """Return whether it is this machine, with or without ssh in between."""
         address = None if self.hello is None else self.hello["address"]
         return self.here or (address is not None and is_loopback(address))
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is to be expected of it."""
+        """Return whether it has ended or failed."""
         return self.ended is not None or self.trouble is not None
 
     def send(self, order: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ class RemoteHost:
                 del self._unsent[: os.write(self._in, self._unsent)]
 
     def _more_to_read(self) -> bool:
-        """Whether some of what the ended command wrote has not been read yet."""
+        """Return whether output of the ended command has not been read yet."""
         poll = select.poll()
         for descriptor in self._open:
             poll.register(descriptor, select.POLLIN)
@@ -308,7 +308,7 @@ class Hosts:
             host.pass_signal(number)
 
     def meeting_place(self, host: RemoteHost) -> dict[str, Any]:
-        """Where a host may listen for the others beside its name, and whether there are none on other machines."""
+        """Return other addresses on which a host may listen, and whether all hosts are on this machine."""
         elsewhere = [each.hello for each in self.all if each.hello is not None and not each.on_this_machine]
         own = None if host.hello is None else host.hello["address"]
         if host.here:  # the address of this machine that it uses towards the others

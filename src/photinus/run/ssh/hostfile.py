@@ -25,7 +25,7 @@ class Host:
 
     @property
     def destination(self) -> str:
-        """What ssh is given: NAME or USER@NAME."""
+        """The destination for ssh: NAME or USER@NAME."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 

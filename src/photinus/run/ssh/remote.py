@@ -1,4 +1,4 @@
-"""What `photinus run --hostfile` starts on each host, over ssh:
+"""The program that `photinus run --hostfile` starts on each host, over ssh:
 
     ssh HOST python -m photinus.run.ssh.remote
 

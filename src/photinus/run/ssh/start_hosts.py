@@ -49,7 +49,7 @@ _PREPARE_S = 20.0  # names are looked up, and file systems may be slow
 
 @dataclass(frozen=True)
 class Way:
-    """How hosts are reached: the ssh command and port, and the environment variables that go along by name."""
+    """The way to reach hosts: the ssh command and port, and the names of environment variables to pass."""
 
     ssh: str = "ssh"
     port: int | None = None
@@ -167,7 +167,7 @@ class _Job:
             )
 
     def _meeting_place(self) -> dict[str, Any]:
-        """What the first host shall listen on."""
+        """Return the addresses on which the first host should listen."""
         hosts, first = self._spec.hosts, self._hosts[0]
         place = self._reached.meeting_place(first)
         if hosts.leader is not None:
