@@ -35,7 +35,7 @@ class _Item(NamedTuple):
 
 
 def outcome(finish: Callable[[], object]) -> BaseException | None:
-    """What it raises, if it does."""
+    """The error that it raises, if it does."""
     try:
         finish()
     except Exception as raised:  # noqa: BLE001 - handed on to complete()

@@ -38,7 +38,7 @@ class Event(Protocol):
     """A place in a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has come by."""
+        """Return whether the stream has reached the event."""
 
 
 class Streams:
@@ -72,7 +72,7 @@ class Streams:
         return event  # type: ignore[no-any-return]
 
     def follow(self, event: Any, device: torch.device) -> None:
-        """What is put into the device's current stream from now on runs after the event. The host does not wait."""
+        """Run later work of the device's current stream after the event. The host does not wait."""
         event.wait(torch.cuda.current_stream(device))
 
     def keep_for(self, tensors: Sequence[Tensor], device: torch.device) -> None:

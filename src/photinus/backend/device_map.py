@@ -30,7 +30,7 @@ _TYPES = dist.ProcessGroup.BackendType
 
 @dataclass(frozen=True)
 class Request:
-    """What torch is about to make.
+    """The group that torch is about to make.
 
     Attributes:
         ours: the device types that we serve.
@@ -71,7 +71,7 @@ def locals_of_torch() -> Mapping[str, Any]:
 
 
 def find_request() -> Request:
-    """What torch is about to make, while it calls us to make our part.
+    """Find the group that torch is about to make, while it calls us to make our part.
 
     It tells a backend's maker everything but the map, so the map is read where torch itself has it: in the frame of the
     function that calls. Where that looks different, there are no other devices.

@@ -1,4 +1,4 @@
-"""How a group starts operations of the engine, and how it ends."""
+"""Start operations of the engine for a group, and end the group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OWN_REFERENCES = 1 + max(sys.getrefcount(work) for work in [object()])
 
 
 def _libraries() -> list[str]:
-    """What lies between the user's line and the engine: torch, and the wrappers that it puts around its functions."""
+    """Return the code between the user's line and the engine: torch, and the wrappers around its functions."""
     wrappers = [contextlib.__file__, typing_extensions.__file__, warnings.__file__]
     return [os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *wrappers]
 
@@ -237,7 +237,7 @@ def _kept_bytes(tensor: Tensor) -> float:
 
 
 def whole(source: Tensor, target: Tensor) -> dict[str, int]:
-    """Where a call reads and writes, and how many elements each rank has (a complex one comes as a pair)."""
+    """Return a call's buffers, and the number of elements per rank (a complex one counts as two)."""
     return {
         "send": source.data_ptr(),
         "recv": target.data_ptr(),

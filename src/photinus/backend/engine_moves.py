@@ -307,7 +307,7 @@ class EngineMoves(EngineGroup):
 
 
 def _part(values: Tensor | None) -> Part:
-    """Where a dense tensor lies, and how many elements it has (a complex one comes as pairs)."""
+    """Return the address of a dense tensor, and its number of elements (a complex one counts as two)."""
     return _NOTHING if values is None else (values.data_ptr(), values.numel())
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a new group find one another in the store: who is there, on which host, and where to meet.
+"""Let the ranks of a new group find each other in the store: the ranks, their hosts, and the address to connect to.
 
 A store outlives a job's attempts (torchrun's agent keeps one for all of them) and a process may make the same group
 several times, so keys from before may lie in it. Nothing here trusts a key that could be old:
@@ -79,7 +79,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all ranks of a group agree on.
+    """The facts on which all ranks of a group agree.
 
     Attributes:
         session: a text that no other group, attempt or job has.
@@ -96,11 +96,11 @@ class Meeting:
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks can share memory."""
+        """Return whether all ranks can share memory."""
         return len({member.host_id for member in self.members}) == 1
 
     def places(self) -> list[engine.Place]:
-        """Where the ranks are, for the engine; empty when all are on one host."""
+        """Return the place of each rank, for the engine; empty when all are on one host."""
         if self.one_host:
             return []
         return [engine.Place(m.host_id, m.host_name, m.pid, list(m.links)) for m in self.members]

@@ -1,4 +1,4 @@
-"""What `init_process_group` calls the backend."""
+"""The backend's name in `init_process_group`."""
 
 from __future__ import annotations
 

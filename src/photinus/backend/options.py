@@ -55,7 +55,7 @@ def each_all_reduce(given: Any = None) -> AllreduceOptions:
 
 
 def factor(op: Any) -> float:
-    """What each rank multiplies its values by before PREMUL_SUM adds them. Raises ValueError where there is none."""
+    """Return the factor of this rank for PREMUL_SUM. Raises ValueError if there is none."""
     _, given = op.__getstate__()  # the only way that torch offers
     if isinstance(given, Tensor) and given.numel() == 1:
         return float(given.item())
@@ -97,7 +97,7 @@ _COMPUTED = [engine.REDUCTIONS[name] for name in ("sum", "avg", "product", "prem
 
 @dataclass(frozen=True)
 class Options:
-    """What `init_process_group("photinus", pg_options=...)` and `new_group(..., pg_options=...)` take.
+    """Options for `init_process_group("photinus", pg_options=...)` and `new_group(..., pg_options=...)`.
 
     Attributes:
         wire_dtype: the type in which sums, averages and products travel between hosts; inside a host nothing changes,
@@ -119,7 +119,7 @@ class Options:
 
 
 def wires(wire_dtype: torch.dtype | None) -> Wires:
-    """What travels in another type than its own. Raises ValueError where nothing can travel so."""
+    """Return the types that travel as a different type. Raises ValueError for a type that cannot."""
     if wire_dtype is None:
         return {}
     if wire_dtype not in _FROM:

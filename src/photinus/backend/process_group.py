@@ -104,7 +104,7 @@ class InnerGloo(dist.ProcessGroupGloo):
     _set_default_timeout = set_timeout  # which dist.distributed_c10d._set_pg_timeout calls
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` works for the device."""
+        """Return whether `allocate_tensor` works for the device."""
         # The arena is memory of the host.
         return torch.device(device).type == "cpu"
 

@@ -1,4 +1,4 @@
-"""Which memory a call works on: dense copies of tensors that are not dense, and the way back.
+"""Give a call dense memory: copy tensors that are not dense, and copy the results back.
 
 An exchange sees an address and a number of elements, so a tensor that is strided, permuted, conjugated or negated
 lazily is copied to a dense one in its logical order first; an output is copied back when the operation is done.
@@ -42,7 +42,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the exchange may read and write the tensor's memory as it lies."""
+    """Return whether the exchange may read and write the tensor's memory directly."""
     return tensor.layout is _strided and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 

@@ -1,4 +1,4 @@
-"""What torch's own tools see of a group: torch.profiler each call, as an event; torch.compile nothing.
+"""Show a group to torch's own tools: torch.profiler sees each call as an event, torch.compile nothing.
 
 Events ("photinus:all_reduce" and so on) last from the call to the exchange's end.
 """

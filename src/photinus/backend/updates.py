@@ -82,7 +82,7 @@ class Updates:
             known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))  # type: ignore[misc]
 
     def told(self) -> int:
-        """What a call that is made now tells the other ranks (see engine.Communicator.submit)."""
+        """Return the number that a call now sends to the other ranks (see engine.Communicator.submit)."""
         if not self._training_thread:  # there is no DDP
             return 0
         made = self._made + 1
@@ -105,7 +105,7 @@ class Updates:
 
 
 def _is_not_zero(lr: float | Tensor) -> bool:
-    """Whether a step with this learning rate may change anything. A GPU's is not read: that would wait for the GPU."""
+    """Return whether a step with this learning rate may change weights. On a GPU it is not read, since that waits."""
     return (isinstance(lr, Tensor) and lr.device.type != "cpu") or bool(lr != 0)
 
 

@@ -43,7 +43,7 @@ class _Work(dist.Work):
     _outputs: Sequence[Tensor]
 
     def is_success(self) -> bool:
-        """Whether the operation ended without an error."""
+        """Return whether the operation ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def result(self) -> list[Tensor]:
@@ -125,7 +125,7 @@ class EngineWork(_Work):
                 self._finish = None
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not, and its outputs hold the result."""
+        """Return whether the operation has ended, with or without an error, and its outputs hold the result."""
         if not self._handle.is_completed():
             return False
         # Who finds it completed reads the outputs without waiting.
@@ -228,7 +228,7 @@ class CudaWork(EngineWork):
             return self._copied
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not, and its outputs hold the result."""
+        """Return whether the operation has ended, with or without an error, and its outputs hold the result."""
         if not self._handle.is_completed():
             return False
         if self._handle.error(sees=False) is not None:
@@ -279,7 +279,7 @@ class JoinedWork(_Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether all operations have ended."""
+        """Return whether all operations have ended."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
