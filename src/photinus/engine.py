@@ -390,7 +390,7 @@ class Communicator(Group):
 
 
 def _meet(rank: int, world_size: int, address: str, at: Sequence[str], options: dict[str, Any]) -> list[Place]:
-    """Where all ranks are, from rank 0, which listens at `at`."""
+    """Get the places of all ranks from rank 0, which listens at `at`."""
     try:
         links = _native.listen([])
     except ValueError:
@@ -413,7 +413,7 @@ def _meet(rank: int, world_size: int, address: str, at: Sequence[str], options: 
 
 
 def _about() -> dict[str, Any]:
-    """What the engine is on this machine."""
+    """Describe the engine on this machine."""
     return {
         "instruction_set": _native.instruction_set(),
         "usable_cores": _native.usable_cores(),

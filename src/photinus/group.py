@@ -307,7 +307,7 @@ atexit.register(_close_all)
 
 
 def _has_other_threads() -> bool:
-    """Whether threads that are not ours run beside this one: any may be about to make its first call."""
+    """Return whether foreign threads run beside this one: each may be about to make its first call."""
     own = threading.current_thread()
     return any(
         each is not own and (getattr(each, "runs_callback", False) or not each.name.startswith("photinus-"))

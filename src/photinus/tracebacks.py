@@ -1,4 +1,4 @@
-"""What an uncaught error shows: the user's lines and the message, and not the way through Photinus between them.
+"""Show an uncaught error with the user's lines and the message, without Photinus's own frames between them.
 
 Left out are the frames of Photinus, and those of libraries that it calls, on the way to code of the user's (a data set,
 a metric), and all that lies below the user's last line where Photinus raised on purpose: then the message says it. What
@@ -83,7 +83,7 @@ def _is_users(step: TracebackType) -> bool:
 
 
 def _is_on_purpose(error: BaseException, raised_at: TracebackType) -> bool:
-    """Whether Photinus raised it with a message for users: by `raise`, and not by an operation that failed."""
+    """Return whether Photinus raised it with a message for users: by `raise`, not by an operation that failed."""
     if isinstance(error, PhotinusError):
         return True
     if isinstance(error, AssertionError) or not _is_own(raised_at):

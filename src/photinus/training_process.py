@@ -1,4 +1,4 @@
-"""What the backend, DDP and training loops share about a process that trains: its waits, optimizer steps and heap.
+"""State of a training process for the backend, DDP and training loops: its waits, optimizer steps and heap.
 
 Whoever blocks in an exchange adds to `waiting_time`, at every floor: a wait of the backend's inside a wait of DDP's
 counts once. While nobody measures, a wait pays for one look at `waiting_time.on`.
@@ -35,13 +35,13 @@ _kept_bytes = 0
 
 
 class DeviceWaits(Protocol):
-    """Who keeps the time of a device whose stream waits, where Python does not."""
+    """An object that times waits in a device's stream, where Python does not wait."""
 
     def wait_began(self) -> None:
-        """What is queued from now on waits for other ranks."""
+        """Note that work queued from now on waits for other ranks."""
 
     def wait_ended(self) -> None:
-        """What is queued from now on does not."""
+        """Note that work queued from now on does not."""
 
 
 class WaitingTime:

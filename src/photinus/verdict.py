@@ -1,4 +1,4 @@
-"""Which backend is fastest on this host's GPUs: what `photinus bench --device cuda` found, kept for those who choose.
+"""Keep and read the fastest backend on this host's GPUs, as `photinus bench --device cuda` measured it.
 
 A file in the user's cache for each set of GPUs and number of ranks. It holds with what it was measured, and counts for
 the same only: other GPUs have another file, and one of other versions is passed over, with the reason.
@@ -24,7 +24,7 @@ COMMAND = "photinus bench --device cuda"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a verdict depends on.
+    """The facts on which a verdict depends.
 
     Attributes:
         gpus: the identity (UUID) of each rank's GPU, in any order: ranks that share one name it several times.

@@ -13,7 +13,7 @@ OLDEST = (2, 11)
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a release ("2.13.0+cpu") lies before the oldest one. A version of another form is nobody's fault here."""
+    """Return whether a release ("2.13.0+cpu") is older than the oldest one; False for a version of a different form."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for people to look at, as files: how they are written, read and summed up.
+"""Write, read and summarize the files that a run leaves in its folder for people to look at.
 
 | file | who writes it | a line is |
 |---|---|---|

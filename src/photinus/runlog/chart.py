@@ -131,7 +131,7 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """What is drawn, in words, for those who do not see it."""
+        """Describe the chart in text, for users who do not see it."""
         told = []
         for each in self.series:
             seen = [y for _, y in each.points] + [y for _, low, high in each.band for y in (low, high)]

@@ -50,7 +50,7 @@ class Event:
 
 
 def cause_of(error: Event) -> str:
-    """What an event "error" says went wrong: `rank 1: ValueError: ...`.
+    """Return the cause in an event "error": `rank 1: ValueError: ...`.
 
     Where it only tells of another rank's end, that: `rank 1 (pid 4711 on a) was killed by SIGKILL`.
     """
@@ -99,13 +99,13 @@ def read_event(line: str) -> Event | None:
 
 
 def this_process(pid: int | None = None) -> dict[str, Any]:
-    """What tells this process (or that of a pid) from all others: the kernel's boot, namespace, pid and its start."""
+    """Identify this process (or that of a pid) among all: the kernel's boot, namespace, pid and start time."""
     pid = os.getpid() if pid is None else pid
     return {"boot": boot_id(), "namespace": _namespace(), "pid": pid, "began": _began(pid)}
 
 
 def is_alive(facts: Mapping[str, Any]) -> bool | None:
-    """Whether the process that `this_process` described runs; None where that cannot be told from here."""
+    """Return whether the process that `this_process` described runs; None if this process cannot know."""
     if (facts.get("boot"), facts.get("namespace")) != (boot_id(), _namespace()):
         return None
     pid = facts.get("pid")

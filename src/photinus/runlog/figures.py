@@ -195,7 +195,7 @@ def _memory(run: Run) -> Chart | None:
 
 
 def _middle(window: Window) -> float:
-    """Where on the axis of steps a window's mean belongs."""
+    """Return the place of a window's mean on the axis of steps."""
     return window.step - window.steps / 2
 
 
@@ -212,6 +212,6 @@ def _lines(title: str, runs: Sequence[Run], series: Sequence[Series], **options:
 
 
 def _starts(runs: Sequence[Run]) -> list[float]:
-    """Where a run was started again; only of one, for the lines of several would say nothing."""
+    """Return the steps at which a run restarted; of one run only, since lines of several are unreadable."""
     again = runs[0].starts[1:] if len(runs) == 1 else []
     return sorted({float(event.step) for event in again if event.step > 0})

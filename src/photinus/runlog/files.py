@@ -1,4 +1,4 @@
-"""How files of a run's folder are opened, replaced as a whole, and read while another process writes them."""
+"""Open files of a run's folder, replace them as a whole, and read them while another process writes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Tail:
         self._last = b""  # the bytes before the offset: a replaced file has others there
 
     def read(self) -> tuple[bool, list[str]]:
-        """Whether the file was begun anew (forget what came before), and the complete lines that came since.
+        """Return whether the file was started over (forget earlier lines), and the complete new lines.
 
         An absent or unreadable file has no lines. A last line without its end comes when its end has come.
 

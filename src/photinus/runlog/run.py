@@ -29,7 +29,7 @@ _QUIET_S = 60.0  # a run of another host that writes nothing for so long is told
 
 @dataclass(frozen=True)
 class State:
-    """Whether a run goes on.
+    """The state of a run: running or ended.
 
     Attributes:
         word: "running", "finished", "stopped" (early, on request), "left" (its body was left), "failed" (a rank
@@ -43,7 +43,7 @@ class State:
 
 
 class Run:
-    """What a run's folder says.
+    """The content of a run's folder.
 
     Args:
         points: how many buckets curves get.
@@ -196,7 +196,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many steps an epoch has; 0 when it is not known."""
+        """Return the number of steps per epoch; 0 if it is not known."""
         known = _whole(self._of_start("steps_per_epoch"))
         if known or not self.epochs:
             return known
@@ -209,7 +209,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps are known to be done."""
+        """Return the number of steps that are known to be done."""
         rows = [int(row["step"]) for row in self.epochs[-1:]]
         return max(self.last_step, *(window.step for window in self.windows[-1:]), *rows, 0)
 
@@ -226,7 +226,7 @@ class Run:
 
     @property
     def restarts(self) -> int:
-        """How often the run was started again after its first start."""
+        """Return the number of restarts after the first start."""
         return max(1, len(self.starts), len(self.config_starts)) - 1
 
     def heard_s(self, now_s: float) -> float:
@@ -234,7 +234,7 @@ class Run:
         return max(0.0, now_s - written_at_s(self.folder))
 
     def state(self, now_s: float | None = None) -> State:
-        """Whether the run goes on, from its last events and from rank 0's process where that is on this host."""
+        """Return the state of the run, from its last events, and from rank 0's process if it is on this host."""
         now_s = time.time() if now_s is None else now_s
         last_start = next((i for i in reversed(range(len(self.events))) if self.events[i].kind == "start"), None)
         if last_start is None:
@@ -264,7 +264,7 @@ class Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run: it holds events, or a config with losses."""
+    """Return whether a folder belongs to a run: it holds events, or a config with losses."""
     is_there = os.path.lexists  # not Path's, which raises where the folder is another user's
     return is_there(folder / EVENTS) or (is_there(folder / CONFIG) and is_there(folder / LOSSES))
 

@@ -1,4 +1,4 @@
-"""Which rank holds the others up, and in which phase; or which link between two hosts: pure functions over windows."""
+"""Find the rank that slows the others, and its phase, or the slow link between two hosts: pure functions."""
 
 from __future__ import annotations
 

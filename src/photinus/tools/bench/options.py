@@ -1,4 +1,4 @@
-"""What `photinus bench` measures: its flags, and the checks that need no machine."""
+"""The flags of `photinus bench`, and the checks that need no machine."""
 
 from __future__ import annotations
 

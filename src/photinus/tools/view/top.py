@@ -122,7 +122,7 @@ def _watch(run: Run, console: Console, interval_s: float) -> None:
 
 
 def _is_leaving(timeout_s: float) -> bool:
-    """Whether the user types q, or the terminal is gone, within so many seconds."""
+    """Return whether the user types q, or the terminal is gone, within so many seconds."""
     if not select.select([sys.stdin], [], [], timeout_s)[0]:
         return False
     typed = os.read(sys.stdin.fileno(), 64)
