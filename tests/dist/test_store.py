@@ -96,7 +96,7 @@ def squatter(port: int, answer: bytes | None) -> Iterator[None]:
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", "answers 'SSH-2.0-OpenSSH_9.2', which is not Photinus"),
         (b"", "closed the connection"),
-        (None, "says nothing for 0.5 s"),
+        (None, "sends nothing for 0.5 s"),
     ],
     ids=["ssh", "closes", "silent"],
 )
@@ -122,7 +122,7 @@ def rank_0(port: int, world_size: int) -> Iterator[None]:
 
 def test_ranks_of_another_job_or_world_are_turned_away(port: int) -> None:
     with rank_0(port, 2):
-        assert "belongs to another job" in refused(1, 2, Rendezvous("127.0.0.1", port, "other"))[0]
+        assert "belongs to a different job" in refused(1, 2, Rendezvous("127.0.0.1", port, "other"))[0]
         assert (
             "rank 0 has the store of 2 ranks, and this rank wants the store of 4 ranks"
             in refused(1, 4, Rendezvous("127.0.0.1", port, "job"))[0]
@@ -135,14 +135,14 @@ def test_with_a_secret_only_those_come_in_that_know_it(port: int, monkeypatch: p
     with rank_0(port, 2):
         wait_for_listener(port)
         monkeypatch.setenv("PHOTINUS_JOB_SECRET", "b")
-        assert "belongs to another job" in refused(1, 2, Rendezvous("127.0.0.1", port, "job"))[0]
+        assert "belongs to a different job" in refused(1, 2, Rendezvous("127.0.0.1", port, "job"))[0]
         monkeypatch.setenv("PHOTINUS_JOB_SECRET", "a")
         open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
 
 
 def test_rank_0_names_the_ranks_that_did_not_come(port: int) -> None:
     said, _ = refused(0, 3, Rendezvous("127.0.0.1", port, "job"), timeout_s=0.3)
-    assert "ranks 1, 2 did not come; rank 0 (pid" in said
+    assert "ranks 1, 2 did not join; rank 0 (pid" in said
     assert f"Rank 0 is at 127.0.0.1:{port}" in said
 
 
@@ -212,9 +212,9 @@ def test_ranks_of_a_plain_environment_come_together_again_and_again(port: int) -
 
 def test_ranks_of_a_plain_environment_say_who_has_come_and_who_has_not_and_end_so(port: int) -> None:
     for ended in by_environment(port, [0, 2], 3, PHOTINUS_TIMEOUT_S="3"):
-        came = r"ranks 0 \(pid \d+ on \S+\), 2 \(pid \d+ on \S+\) came"
+        came = r"ranks 0 \(pid \d+ on \S+\), 2 \(pid \d+ on \S+\) joined"
         assert re.search(rf"has been waiting for \d+ s for rank 1 to join group world; {came}", ended.output)
-        assert re.search(rf"NotInitializedError: .*rank 1 did not come; {came}", ended.output)
+        assert re.search(rf"NotInitializedError: .*rank 1 did not join; {came}", ended.output)
         assert "frame #" not in ended.output
 
 

@@ -96,7 +96,7 @@ def test_missing_ranks_are_named_within_the_timeout(tmp_path: Path) -> None:
     )
     for value in values(results):
         assert value["error"].startswith("CollectiveTimeoutError"), value
-        assert "ranks 2, 3 did not come" in value["error"]
+        assert "ranks 2, 3 did not join" in value["error"]
         assert value["seconds"] < 8
 
 
@@ -191,7 +191,7 @@ def test_another_world_size_than_the_launcher_means_is_refused() -> None:
     (value,) = values(run_ranks(f"{__name__}:_alone", world_size=1, timeout_s=60, environ={"PHOTINUS_WORLD_SIZE": "2"}))
     assert value.startswith("WorldSizeError")
     assert "has 1 rank," in value
-    assert "means 2" in value
+    assert "expects 2" in value
 
 
 def _alone(rank: int, world_size: int) -> str:

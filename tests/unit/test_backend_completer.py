@@ -173,9 +173,7 @@ def test_a_thread_without_callbacks_waits_until_those_that_may_exchange_have_run
 def test_callbacks_that_do_not_end_are_given_up_once_with_a_warning(done: engine.Work) -> None:
     completer, go_on = Completer("test"), threading.Event()
     completer.submit(done, _nothing, lambda _: go_on.wait(20), True)
-    with pytest.warns(
-        RuntimeWarning, match=r"group test: callbacks of earlier collectives have not ended within 0.01 s"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"group test: callbacks of earlier collectives did not end within 0.01 s"):
         completer.settle(0.01)
     completer.settle(0.01)  # not again
     go_on.set()

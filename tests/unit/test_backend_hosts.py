@@ -130,9 +130,9 @@ def test_those_who_do_not_come_are_named_by_everyone() -> None:
     results = _meet_all(dist.HashStore(), range(2), 4, timeout_s=0.5)
     for rank in range(2):
         assert isinstance(results[rank], CollectiveTimeoutError)
-        assert "ranks 2, 3 did not come" in str(results[rank])
+        assert "ranks 2, 3 did not join" in str(results[rank])
     results = _meet_all(dist.HashStore(), range(1, 3), 3, timeout_s=0.5)
-    assert "rank 0 did not come" in str(results[1])
+    assert "rank 0 did not join" in str(results[1])
 
 
 def test_a_store_whose_server_has_gone_is_told_as_such() -> None:

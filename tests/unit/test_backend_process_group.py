@@ -16,7 +16,7 @@ def test_the_world_must_be_as_large_as_the_launcher_means(monkeypatch: pytest.Mo
     _check_world_size(3)
     monkeypatch.setenv("PHOTINUS_WORLD_SIZE", "3")
     _check_world_size(3)
-    with pytest.raises(WorldSizeError, match=r"has 1 rank,.*means 3 \(PHOTINUS_WORLD_SIZE=3\)"):
+    with pytest.raises(WorldSizeError, match=r"has 1 rank,.*expects 3 \(PHOTINUS_WORLD_SIZE=3\)"):
         _check_world_size(1)
 
 

@@ -107,8 +107,8 @@ class Completer:
                 return
             self._unsettled.clear()
         warnings.warn(
-            f"group {self._name}: callbacks of earlier collectives have not ended within {timeout_s:g} s, and are not "
-            f"waited for any more. If they start collectives, the ranks may start theirs in different orders.",
+            f"group {self._name}: callbacks of earlier collectives did not end within {timeout_s:g} s. The group no "
+            f"longer waits for them. If they start collectives, ranks may start these in different orders.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -29,8 +29,8 @@ def check_build() -> None:
     # torch calls AMD's tensors CUDA tensors, too, but the engine copies by NVIDIA's driver.
     if ROCM is not None:
         raise HostError(
-            f"this build of torch is for ROCm {ROCM}, AMD's, and backend photinus takes CUDA tensors of NVIDIA's GPUs: "
-            f"exchange CPU tensors, or use the nccl backend, which is RCCL there."
+            f"this build of torch is for AMD's GPUs (ROCm {ROCM}), but backend photinus takes CUDA tensors of NVIDIA's "
+            f"GPUs only. Exchange CPU tensors, or use the nccl backend, which is RCCL there."
         )
 
 

@@ -140,7 +140,7 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Re
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:
         raise ValueError(
-            f"backend {name!r} cannot share a process group with {NAME!r}; make a group of its own for it: "
+            f"backend {name!r} cannot share a process group with {NAME!r}; create a separate group for it: "
             f"torch.distributed.new_group(backend={name!r})"
         )
     if not plugin.extended_api:
@@ -191,8 +191,8 @@ class ByDevice(ProcessGroup):
         if device.type in self._missing:
             raise ValueError(
                 f"process group {self._label} cannot take tensors on {device}: {self._missing[device.type]}. Its CPU "
-                f"tensors go through {NAME}; move the tensor with .cpu(), or install what is missing. Where {NAME} is "
-                f"to take CUDA tensors, too, leave the map out: init_process_group({NAME!r})."
+                f"tensors go through {NAME}. Move the tensor with .cpu(), or install what is missing. If {NAME} should "
+                f"take CUDA tensors too, give the name without a map: init_process_group({NAME!r})."
             )
         return self._others
 

@@ -164,7 +164,7 @@ class ThroughEngine(EngineMoves):
             for tensor in inputs[self._rank + 1 :]:  # which are read when the output is written
                 if tensor.nbytes and tensor.data_ptr() < own[1] and own[0] < tensor.data_ptr() + tensor.nbytes:
                     raise ValueError(
-                        "reduce_scatter: the output overlaps an input for another rank; give it a buffer of its own"
+                        "reduce_scatter: the output overlaps an input for another rank; give it a separate buffer"
                     )
             # The engine cuts equal parts. Parts of different sizes are a reduce for each rank.
             works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]

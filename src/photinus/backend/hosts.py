@@ -224,9 +224,9 @@ def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -
 def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[str, Any]) -> NoReturn:
     """Ends it for all who have come: somebody means another group by this name."""
     text = (
-        f"the ranks make different groups under one name: rank {joining.members[0]} makes group {joining.name} of "
+        f"the ranks create different groups under one name: rank {joining.members[0]} creates group {joining.name} of "
         f"ranks {joining.members} ({joining.call}), but another rank, its rank {rank}, one of ranks {came['group']} "
-        f"({came['call']}). Every rank must make the same groups in the same order, those that it is not in too."
+        f"({came['call']}). Every rank must create all groups in the same order, also groups without this rank."
     )
     store.set(f"session/{session}/plan", json.dumps({"refused": text}))
     for other in range(1, len(came["group"])):  # those who only belong to the other group would wait for an answer
@@ -307,8 +307,8 @@ def _check_cards(who: str, members: Sequence[Member]) -> None:
     if other is not first:
         raise ValueError(
             f"{who}: {first.host_name} has {len(first.cards)} network cards for this job ({', '.join(first.cards)}) "
-            f"and {other.host_name} has {len(other.cards)} ({', '.join(other.cards)}): all hosts need as many. "
-            f"PHOTINUS_INTERFACE names them, on each host"
+            f"and {other.host_name} has {len(other.cards)} ({', '.join(other.cards)}): all hosts need the same number. "
+            f"Set PHOTINUS_INTERFACE on each host to choose the cards"
         )
 
 
@@ -403,15 +403,15 @@ class Joining:
         gone = [rank for rank in missing if self.members[rank] in ended(self._store)]
         if gone:
             raise PeerLostError(
-                f"{self.who}: {name_ranks(gone)} ended with exit code 0 before joining the group, which waited for "
-                f"{'it' if len(gone) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank has to come; did "
-                f"the script leave early there (sys.exit, a branch that returns)?"
+                f"{self.who}: {name_ranks(gone)} exited with code 0 before joining the group, which waited for "
+                f"{'it' if len(gone) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank must join. Did "
+                f"the script exit early there (sys.exit, a branch that returns)?"
             )
         if waited_s >= self._timeout_s:
             raise CollectiveTimeoutError(
                 f"{self.who}: the group was not complete within {self._timeout_s:g} s: "
-                f"{name_ranks(missing)} did not come{there}. "
-                f"Waited in {self.call}. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
+                f"{name_ranks(missing)} did not join{there}. "
+                f"This rank waited in {self.call}. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
                 f"WORLD_SIZE (or init_method), make the same groups in the same order on every rank, or raise the "
                 f"timeout."
             )
@@ -428,7 +428,7 @@ class Joining:
 def name_came(here: Mapping[int, str]) -> str:
     """For messages: `ranks 0 (pid 12 on a), 2 (pid 14 on a) came`; of many, their numbers."""
     shown = [f"{rank} ({who})" if len(here) <= _SHOWN else rank for rank, who in sorted(here.items())]
-    return f"{name_ranks(shown)} came"
+    return f"{name_ranks(shown)} joined"
 
 
 def _without_prefix(store: Store) -> Store:
@@ -473,6 +473,6 @@ def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[
     if outside := outside_addresses():
         return outside[:1]
     raise HostError(
-        f"host {me.host_name} has no network card that is connected and has an address, so the ranks of other hosts "
-        f"cannot reach it; PHOTINUS_INTERFACE names one all the same"
+        f"host {me.host_name} has no network card that is connected and has an address, so ranks on other hosts "
+        f"cannot reach it. To use a card all the same, set PHOTINUS_INTERFACE to its name"
     )

@@ -103,8 +103,8 @@ def _check_world_size(size: int) -> None:
     if meant is not None and meant != size:
         raise WorldSizeError(
             f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher expects {meant} "
-            f"({env.EXPECTED_WORLD_SIZE.name}={meant}): each process would train for itself, or wait for ranks that do "
-            f"not exist. Leave rank and world_size to init_process_group, or start the script with "
+            f"({env.EXPECTED_WORLD_SIZE.name}={meant}): each process would train alone, or wait for ranks that do "
+            f"not exist. Remove rank= and world_size= from init_process_group, or start the script with "
             f"`photinus run --nproc-per-node {size}`."
         )
 

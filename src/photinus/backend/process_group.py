@@ -84,7 +84,7 @@ class InnerGloo(dist.ProcessGroupGloo):
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         except RuntimeError as error:
             raise HostError(
-                f"no network interface of this host has the address {address}, on which a process group listens: "
+                f"cannot listen on {address}: no network interface of this host has this address: "
                 f"{error}. `ip addr` shows them; `ip link set lo up` brings 127.0.0.1 back."
             ) from None
         options._threads = 2
@@ -271,7 +271,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         """
         # Works of two callers in one list could not be told apart.
         if self._together is not None:
-            raise PhotinusError(f"process group {self._label} is coalescing already; end that first")
+            raise PhotinusError(f"process group {self._label} is already coalescing; end that first")
         works: list[dist.Work] = []
         for name in _STARTING:
             # On the object, so that calls cost nothing more while nobody coalesces, and `delattr` ends it.
@@ -281,7 +281,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         """One work for all that were started since `_start_coalescing`."""
         if self._together is None:
-            raise PhotinusError(f"process group {self._label} is not coalescing; _start_coalescing() comes first")
+            raise PhotinusError(f"process group {self._label} is not coalescing; call _start_coalescing() first")
         works, self._together = self._together, None
         for name in _STARTING:
             delattr(self, name)

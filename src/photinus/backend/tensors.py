@@ -56,7 +56,7 @@ def transfer_type(dtype: torch.dtype) -> tuple[int, str]:
     if found is None:
         name = str(dtype).removeprefix("torch.")
         if name.startswith(("q", "float4")) or dtype.itemsize not in (1, 2, 4, 8):
-            raise TypeError(f"backend photinus can't move tensors of {name}; move what they are made of")
+            raise TypeError(f"backend photinus can't exchange tensors of {name}; exchange their parts")
         # An integer of the same size: copying its bits copies any type.
         found = _moved[dtype] = DTYPES[_INTEGERS[dtype.itemsize]], name
     return found
@@ -149,8 +149,8 @@ class Memory:
             self.device = device
         elif device != self.device:
             raise ValueError(
-                f"the tensors of one call lie on one device, got one on {self.device or 'cpu'} and one on "
-                f"{tensor.device}; move them to one of these"
+                f"the tensors of one call must be on one device, got one on {self.device or 'cpu'} and one on "
+                f"{tensor.device}; move them to one device"
             )
         # Autograd must not record what the engine reads and writes behind its back.
         return tensor.detach()
