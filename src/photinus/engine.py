@@ -96,7 +96,7 @@ def network_id() -> str:
             return given
         raise HostError(
             f"{_BOOT_ID}, which identifies the host, cannot be read ({error.strerror}). Set {env.HOST_ID.name} to "
-            f"a text that is equal for the ranks of a host, and another on each host."
+            f"a text that is equal on all ranks of a host, and different on each host."
         ) from None
     return f"{boot}-{os.stat(_NETWORK).st_ino}"
 

@@ -92,7 +92,7 @@ class MissingLibraryError(PhotinusError, ModuleNotFoundError):
     """
 
     def __init__(self, what: str, library: str) -> None:
-        hint = ", in the build that pytorch.org gives for this machine (photinus.engine works without)"
+        hint = ", in the build for this machine (see pytorch.org). photinus.engine works without it"
         super().__init__(
             f"{what} needs {library}, which {sys.executable} does not have: pip install {library}"
             + hint * (library == "torch")

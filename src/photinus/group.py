@@ -48,7 +48,7 @@ def facts(array: Any, *, writable: bool) -> tuple[int, int, int, tuple[int, ...]
         raise ValueError("needs a C-contiguous array; make one with numpy.ascontiguousarray")
     place = interface.get("data")  # the protocol also has arrays that tell it by a buffer
     if not isinstance(place, tuple):
-        raise TypeError(f"a {type(array).__name__} does not tell its address; make an array with numpy.asarray")
+        raise TypeError(f"a {type(array).__name__} has no address; make an array with numpy.asarray")
     address, read_only = place
     if writable and read_only:
         raise ValueError("the array is read-only, but the result goes into it")

@@ -97,6 +97,6 @@ def _path(setting: Setting, environ: Mapping[str, str] | None) -> Path:
     environ = os.environ if environ is None else environ
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{environ.get('HOME') or '~'}/.cache")
     if cache.startswith("~"):  # as in a container whose user has a number and no name
-        raise HostError("this user has no home folder; set HOME or XDG_CACHE_HOME to keep a verdict")
+        raise HostError("this user has no home folder. To save a verdict, set HOME or XDG_CACHE_HOME")
     digest = hashlib.sha256("\n".join(sorted(setting.gpus)).encode()).hexdigest()[:16]
     return Path(cache, "photinus", f"backend-{digest}.json")

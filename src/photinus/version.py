@@ -34,6 +34,6 @@ def check_torch(version: str | None = None) -> None:
     if is_too_old(version):
         oldest = ".".join(map(str, OLDEST))
         raise OldTorchError(
-            f"Photinus needs torch {oldest} or newer, and here is torch {version}: pip install --upgrade "
+            f"Photinus needs torch {oldest} or newer, but torch {version} is installed: pip install --upgrade "
             f"'torch>={oldest}', in the build that pytorch.org gives for this machine"
         )

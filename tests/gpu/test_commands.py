@@ -125,7 +125,7 @@ def test_bench_measures_tensors_on_the_gpu(script: str, tmp_path: Path, record_p
     assert all(result["seconds"]["gloo"] > 0 for result in told["results"])
     if HAS_GPU:
         assert "nccl" not in told["results"][0]["seconds"], "two ranks on one GPU"
-        assert told["kept"].startswith("Kept in ")
+        assert told["kept"].startswith("Saved in ")
         words = ["run", *SHARED, "--nproc-per-node", "2", script, NAME, "auto", ""]
         ran = photinus(*words, XDG_CACHE_HOME=str(tmp_path))
         assert "as `photinus bench --device cuda` measured here" in ran.stdout, ran.stdout + ran.stderr

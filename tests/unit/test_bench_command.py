@@ -102,7 +102,7 @@ def test_limits_tell_latency_memory_and_sockets_apart() -> None:
         result(64 * MIB, photinus=5000.0, gloo=40000.0, copy=4000.0),
     ]
     small, large = limits(results, "photinus")
-    assert small == "photinus: up to 4 KiB the limit is the 10 µs that a call takes whatever its size."
+    assert small == "photinus: up to 4 KiB the limit is the 10 µs that a call of any size takes."
     assert large == "photinus: at 64 MiB it runs at 80% of the speed of a copy: memory is the limit."
     small, large = limits(results, "gloo")
     assert "up to 1 MiB" in small

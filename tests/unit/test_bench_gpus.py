@@ -118,7 +118,7 @@ def test_the_choice_is_kept_for_these_gpus_and_ranks() -> None:
         (parse_bench(["--device", "cuda", "--backends", "gloo,photinus"]), [result()], FACTS, "nccl was left out"),
         (CUDA, [result(operation="broadcast")], FACTS, "an all_reduce of 1 MiB or more"),
         (CUDA, [result(4096)], FACTS, "an all_reduce of 1 MiB or more"),
-        (CUDA, [result()], {**FACTS, "gpus": [{"uuid": ""}, {"uuid": ""}]}, "does not tell these GPUs apart"),
+        (CUDA, [result()], {**FACTS, "gpus": [{"uuid": ""}, {"uuid": ""}]}, "reports no UUID of these GPUs"),
     ],
 )
 def test_what_does_not_tell_is_not_kept_and_says_why(
@@ -132,7 +132,7 @@ def test_what_does_not_tell_is_not_kept_and_says_why(
 
 def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
     (cache / "photinus").write_text("a file where the folder would be")
-    assert "This cannot be kept" in keep_choice(CUDA, ALL, [result()], FACTS, "gloo", "faster")
+    assert "cannot save this result" in keep_choice(CUDA, ALL, [result()], FACTS, "gloo", "faster")
 
 
 # ---- the command
@@ -160,10 +160,10 @@ def test_the_command_measures_chooses_keeps_and_predicts(
     assert main(["bench", "--device", "cuda", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["choose"] == "photinus"
-    assert "cannot be kept" in told["kept"]
+    assert "cannot save this result" in told["kept"]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: ({**FACTS, "gpus": []}, ""))
     assert main(["bench", "--device", "cuda"]) == 2
-    assert "torch sees no GPU here. `photinus doctor` says why." in capsys.readouterr().err
+    assert "torch sees no GPU here. `photinus doctor` shows the reason." in capsys.readouterr().err

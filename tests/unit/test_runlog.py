@@ -43,7 +43,7 @@ def test_a_file_that_is_not_plain_is_named_and_neither_waited_for_nor_read(
     put_in_the_way(folder / name, kind)
     for words in (["top", "--once", str(folder)], ["report", str(folder)]):
         assert main(words) == 2
-        assert re.search(rf"PhotinusError: {folder / name} (is|has) .*{kind}.*: move it away", capfd.readouterr().err)
+        assert re.search(rf"PhotinusError: {folder / name} (is|has) .*{kind}.*\. Move it away", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e-320", "9" * 400, "inf", "nan"])

@@ -12,7 +12,7 @@ import pytest
 from photinus.version import OLDEST, is_too_old
 from tests.fork_server import REPOSITORY
 
-SAID = r"OldTorchError: Photinus needs torch 2\.11 or newer, and here is torch 2\.7\.1\+cpu: pip install --upgrade"
+SAID = r"OldTorchError: Photinus needs torch 2\.11 or newer, but torch 2\.7\.1\+cpu is installed: pip install --upgrade"
 
 # A distribution's metadata in front of the real one, and the version that the imported torch tells.
 PRETENDING = """

@@ -38,8 +38,8 @@ def _refusal(path: str | os.PathLike[str], status: os.stat_result) -> PhotinusEr
     kind = stat.S_IFMT(status.st_mode)
     what = f"has {status.st_size} bytes" if stat.S_ISREG(kind) else f"is a {_KINDS.get(kind, 'device')}"
     return PhotinusError(
-        f"{os.fspath(path)} {what}, but a run's folder has a plain file of at most {_MOST_BYTES >> 30} GiB there: move "
-        f"it away, or use another folder"
+        f"{os.fspath(path)} {what}, but a run's folder needs a plain file of at most {_MOST_BYTES >> 30} GiB there. "
+        f"Move it away, or use another folder"
     )
 
 

@@ -119,7 +119,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             rows.append({name: float(cell) for name, cell in row.items() if cell})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: the line {dict(row)} holds no numbers; was the file edited?") from error
+            raise ValueError(f"{path}: the line {dict(row)} has no numbers. Was the file edited?") from error
     return rows
 
 

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = options.ranks or max(2, len(gpus) or min(8, usable_cores()))
     asked = "--device cuda" if on_gpus else "--backends nccl" if "nccl" in (options.backends or ()) else ""
     if asked and not gpus:
-        raise DeviceError(f"photinus bench {asked}: torch sees no GPU here. `photinus doctor` says why.")
+        raise DeviceError(f"photinus bench {asked}: torch sees no GPU here. `photinus doctor` shows the reason.")
     usable = ["photinus", "gloo"]
     usable += ["nccl"] if torch["available"]["nccl"] and len(gpus) >= ranks else []
     usable += ["ucc"] if torch["available"]["ucc"] and not on_gpus else []
@@ -146,13 +146,13 @@ def keep_choice(
     if left_out:
         reason = f"{', '.join(left_out)} was left out"
     elif results[0].operation != "all_reduce" or not of_buckets:
-        reason = "it takes an all_reduce of 1 MiB or more to tell"
+        reason = "this needs an all_reduce of 1 MiB or more"
     elif not all(gpus):
-        reason = "torch does not tell these GPUs apart"
+        reason = "torch reports no UUID of these GPUs"
     if reason:
-        return f'This is not kept for backend "auto": {reason}.'
+        return f'This result is not saved for backend "auto": {reason}.'
     try:
         path = keep_verdict(Setting(gpus, driver_version(), torch["version"]), best, why)
     except OSError as error:
-        return f'This cannot be kept for backend "auto": {error}.'
-    return f'Kept in {path}: on these GPUs, {len(gpus)} ranks with backend "auto" take {best} from now on.'
+        return f'cannot save this result for backend "auto": {error}.'
+    return f'Saved in {path}: on these GPUs, {len(gpus)} ranks with backend "auto" take {best} from now on.'

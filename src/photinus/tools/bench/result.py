@@ -67,7 +67,7 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
     lines = []
     bound = [each for each in known if overhead >= _LATENCY_BOUND * each.seconds[backend]]
     if len(bound) < len(known) or len(known) == 1:
-        what = f"the {overhead * 1e6:.0f} µs that a call takes whatever its size"
+        what = f"the {overhead * 1e6:.0f} µs that a call of any size takes"
         lines.append(f"{backend}: up to {size_name(bound[-1].size_bytes)} the limit is {what}.")
     else:
         lines.append(f"{backend}: at every size here, most of the time is what a call takes in any case.")
