@@ -24,7 +24,7 @@ KINDS = ("openings", "messages", "participles")
 # Room -> most openings, messages and participles. Lower a figure when its room gets better. "top": the files directly
 # in the package.
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "backend": (0, 1, 52),
+    "backend": (0, 0, 52),
     "cli": (0, 0, 21),
     "compat": (1, 1, 11),
     "job": (0, 0, 34),
@@ -32,7 +32,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "run": (0, 0, 36),
     "runlog": (0, 0, 13),
     "templates": (2, 1, 2),
-    "tools": (7, 2, 48),
+    "tools": (7, 1, 48),
     "top": (0, 0, 18),
     "trainer": (56, 16, 78),
 }

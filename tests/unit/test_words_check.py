@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,22 @@ def test_a_room_that_got_better_is_named(tmp_path: Path) -> None:
     code, output = check(tmp_path)
     assert code == 0
     assert "before: lower LIMITS in tools/check_words.py" in output
+
+
+def test_what_the_troubleshooting_page_quotes_stands_in_the_messages() -> None:
+    sources = [path for kind in ("src/**/*.py", "native/**/*.cc", "native/**/*.h") for path in REPOSITORY.glob(kind)]
+    # Messages go over several lines: without the quotes in between they are one text.
+    text = " ".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in sources)
+    quotes, is_quoting = [], False
+    for line in (REPOSITORY / "docs" / "troubleshooting.md").read_text().splitlines():
+        if line.startswith("| it says"):
+            is_quoting = True
+        elif not line.startswith("|"):
+            is_quoting = False
+        elif is_quoting and not line.startswith("|--"):
+            quotes += line.split("|")[1].split(",")
+    assert len(quotes) > 20
+    # Numbers and names are in the message by a variable; the words about a missing module are Python's.
+    own = r"\d+|\bSIG[A-Z]+|\bN\b|…|manifest\.json|libcuda\.so\.1|with a metric|No module named .*"
+    pieces = [piece.strip() for quote in quotes for piece in re.split(own, quote)]
+    assert [piece for piece in pieces if piece and piece not in text] == []
