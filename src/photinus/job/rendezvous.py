@@ -114,8 +114,8 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
         if port is None:
             both = f"{export.format(address)} {export.format('PORT').replace('MASTER_ADDR', 'MASTER_PORT')}"
             raise NotInitializedError(
-                f"{told.launcher} started {world.world_size} processes, but no job number from which to choose a "
-                f"port. Give a free port: mpirun {both} ..."
+                f"{told.launcher} started {world.world_size} processes, but set no job number from which to choose "
+                f"a port. Give a free port: mpirun {both} ..."
             )
         job = f"port {port}"
     if port is None:

@@ -27,6 +27,7 @@ from typing import Any
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
+from ...errors import PhotinusError
 from .rng import HostStream, derive_seed, host_streams
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -213,6 +214,6 @@ class _noted:  # noqa: N801 - reads as a statement; a class, since contextmanage
         of = f"sample {shown}" if len(self.indices) == 1 else f"the batch of {len(self.indices)} samples {shown}"
         where = f"photinus: while loading {of} in epoch {self.request.epoch}"
         if isinstance(error, StopIteration):  # a generator turns it into a RuntimeError that does not say where
-            raise RuntimeError(f"{where}: StopIteration") from error
+            raise PhotinusError(f"{where}: StopIteration") from error
         if hasattr(error, "add_note"):
             error.add_note(where)
