@@ -246,7 +246,7 @@ REFUSED = [
     ("E4", "photinus run --num_gpus 2 train.py", "0"),
     ("E4", "photinus run --include localhost:1,2 train.py", "0"),
     ("E6", "photinus run --nproc-per-node gpu train.py", "torch sees 0 GPUs here"),
-    ("D1", "RANK=0 WORLD_SIZE=2 PHOTINUS_WORLD_SIZE=4 python train.py", "means a world of 4 processes"),
+    ("D1", "RANK=0 WORLD_SIZE=2 PHOTINUS_WORLD_SIZE=4 python train.py", "expects a world of 4 processes"),
     ("D1", "RANK=3 WORLD_SIZE=2 python train.py", "RANK=3 and WORLD_SIZE=2"),
 ]
 
