@@ -17,7 +17,7 @@ import secrets
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -29,6 +29,7 @@ from ...job.own_address import own_address
 from ...job.rendezvous import Rendezvous
 from ...job.server import serve_in_thread
 from ...job.slurm import reachable_address
+from ...job.store_port import StorePort, ask_port
 from ...job.world import World
 from .progress import say
 
@@ -65,7 +66,7 @@ def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
             behind = stack.enter_context(_listen(world, rendezvous, address, 0))
             port: int = behind.getsockname()[1]
             store = _store(address, port, timeout_s, behind.detach())
-            stack.enter_context(serve_in_thread(_StorePort(key, purpose, port), listener))
+            stack.enter_context(serve_in_thread(StorePort(key, purpose, port, timeout_s=_ANSWER_S), listener))
         else:
             port = _ask(world, rendezvous, address, key, purpose, deadline)
             store = _store(address, port, timeout_s)
@@ -77,31 +78,6 @@ def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
                 raise
             raise _lost(world, where, error) from None
     return store
-
-
-class _StorePort:
-    """Rank 0's end: tells the store's port to each rank of the job that asks."""
-
-    def __init__(self, key: bytes, purpose: str, port: int) -> None:
-        self._key, self._purpose, self._port = key, purpose, port
-
-    async def open(self, listener: socket.socket) -> None:
-        """Begins to answer on a listening socket."""
-        self._server = await asyncio.start_server(self._answer, sock=listener)
-
-    async def close(self) -> None:
-        """Closes the port."""
-        self._server.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.CancelledError):  # the caller has gone, or all have come
-            caller = await channel.answer(reader, writer, self._key, timeout_s=_ANSWER_S)
-            if caller is not None and caller.purpose == self._purpose:
-                caller.accept()
-                channel.write(writer, {"port": self._port})
-            elif caller is not None:
-                await caller.refuse(f"rank 0 has the {self._purpose}, and this rank wants the {caller.purpose}")
-        writer.close()
 
 
 def _listen(world: World, rendezvous: Rendezvous, address: str, port: int) -> socket.socket:
@@ -120,17 +96,10 @@ def _ask(world: World, rendezvous: Rendezvous, address: str, key: bytes, purpose
     """The port of rank 0's store, as rank 0 says. Rank 0 may come later than this rank."""
     where = f"{address}:{rendezvous.port}"
 
-    async def ask(connection: socket.socket) -> int:
-        reader, writer = await asyncio.open_connection(sock=connection)
-        try:
-            await channel.prove(reader, writer, key, purpose, timeout_s=_ANSWER_S)
-            return int((await asyncio.wait_for(channel.read(reader), _ANSWER_S))["port"])
-        finally:
-            writer.close()
-
     with _connect(world, rendezvous, address, deadline) as connection, ThreadPoolExecutor(1) as thread:
         try:
-            return thread.submit(asyncio.run, ask(connection)).result()  # a script may run a loop of its own here
+            # In a thread, because a script may run an asyncio loop of its own here.
+            return thread.submit(asyncio.run, ask_port(connection, key, purpose, timeout_s=_ANSWER_S)).result()
         except channel.RefusedError as error:
             raise NotInitializedError(f"rank {world.rank} was turned away at {where}: {error}.") from None
         except (channel.HandshakeError, channel.MessageError, OSError, EOFError, asyncio.TimeoutError) as error:
