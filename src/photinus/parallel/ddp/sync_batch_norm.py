@@ -119,15 +119,15 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """What `convert_sync_batchnorm` makes of a BatchNorm1d, which it stays for scripts that look for those."""
+    """A BatchNorm1d that `convert_sync_batchnorm` has converted: still one for scripts that look for those."""
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """What `convert_sync_batchnorm` makes of a BatchNorm2d, which it stays for scripts that look for those."""
+    """A BatchNorm2d that `convert_sync_batchnorm` has converted: still one for scripts that look for those."""
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """What `convert_sync_batchnorm` makes of a BatchNorm3d, which it stays for scripts that look for those."""
+    """A BatchNorm3d that `convert_sync_batchnorm` has converted: still one for scripts that look for those."""
 
 
 _BECOMES = ((nn.BatchNorm1d, SyncBatchNorm1d), (nn.BatchNorm2d, SyncBatchNorm2d), (nn.BatchNorm3d, SyncBatchNorm3d))
