@@ -28,7 +28,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "cli": (0, 0, 21),
     "compat": (1, 1, 11),
     "job": (0, 0, 34),
-    "parallel": (67, 7, 54),
+    "parallel": (64, 7, 54),
     "run": (0, 0, 36),
     "runlog": (0, 0, 13),
     "templates": (2, 1, 2),
