@@ -109,7 +109,7 @@ class InnerGloo(dist.ProcessGroupGloo):
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """An uninitialised tensor of `size` elements in the arena; FSDP2 takes its buffers from here when told to."""
+        """Return an uninitialized tensor of `size` elements in the arena; FSDP2 can take its buffers from here."""
         return allocate(size, dtype)
 
 
@@ -269,7 +269,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         `_coalescing_manager(device=...)` calls it. Where a backend refuses, torch 2.13 is left in a state in which it
         swallows every later all_reduce of the group.
         """
-        # Works of two callers in one list could not be told apart.
+        # In one list, the works of two callers would look alike.
         if self._together is not None:
             raise PhotinusError(f"process group {self._label} is already coalescing; end that first")
         works: list[dist.Work] = []

@@ -20,7 +20,7 @@ Class = TypeVar("Class", bound=type)
 
 _OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
 profiler_is_on = torch._C._autograd._profiler_enabled
-"""Whether a profiler is on."""
+"""True while a profiler is on."""
 _record_function: Any = profiler.record_function
 
 

@@ -197,8 +197,8 @@ class Member:
             if kind == "ended":
                 self._store.tell_ended(map(int, message["ranks"]))
             elif kind == "end":
-                told = f"the job ended: {message['reason'] or 'with success, before this host joined'}"
-                self._over = JobEndedError(told, exit_code=int(message["exit_code"]))
+                reason = f"the job ended: {message['reason'] or 'with success, before this host joined'}"
+                self._over = JobEndedError(reason, exit_code=int(message["exit_code"]))
             else:
                 return message
         return None

@@ -154,7 +154,7 @@ def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
 
 
 def _sides(by_rank: Sequence[int]) -> str:
-    """Who holds what; who is wrong can be told only where most ranks agree."""
+    """Say which ranks hold what. Which of them is wrong is known only if most ranks agree."""
     sides = ranks_by(by_rank)
     most = max(sides.values(), key=len)
     others = [rank for rank in range(len(by_rank)) if rank not in most]

@@ -1,4 +1,4 @@
-"""What one look at the machine found, and all of it as the user sees it: by section, and what it comes to."""
+"""Findings of looks at the machine, and how they are shown: by section, with a verdict at the end."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, **more: Any) -
 
     bad, noted = ([each.name for each in findings if each.state == state] for state in ("bad", "note"))
     if as_json:
-        told = {"well": not bad, "findings": [asdict(each) for each in findings], **more}
-        print(json.dumps(told, indent=1))
+        report = {"well": not bad, "findings": [asdict(each) for each in findings], **more}
+        print(json.dumps(report, indent=1))
         return int(bool(bad))
     console = terminal()
     for section, found in itertools.groupby(findings, key=lambda each: each.section):

@@ -35,7 +35,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Pair:
-    """What one host found when it turned to another: `rtt_s`, there and back (0: not known), or `error`: why not."""
+    """One host's way to another: `rtt_s`, there and back (0: not known), or `error`: why there is none."""
 
     source: str
     target: str
