@@ -172,12 +172,12 @@ def let_gloo_finish(timeout_s: float = 1.0) -> None:
         states = _gloo_states()
         if not states:
             return
-        quiet = 0 if "R" in states else quiet + 1  # one that waits for the interpreter sleeps, until we do
+        quiet = quiet + 1 if states == {"S"} else 0  # one that waits for the interpreter sleeps, until we do
         time.sleep(0.001)
 
 
 def _gloo_states() -> set[str]:
-    """Return what the kernel says of gloo's threads: S for one that sleeps, R for one that would run."""
+    """Return what the kernel says of gloo's threads: S for one that sleeps, R or D for one at work."""
     states = set()
     for file in glob.glob("/proc/self/task/*/stat"):
         with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as stat:
