@@ -82,7 +82,7 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("report --otu x", "Did you mean --out?"),
         ("report -o", "-o needs a value: FILE.html"),
         ("report run out.html", "to write the page there, type -o out.html"),
-        ("report run run", "is meant twice"),
+        ("report run run", "is given twice"),
         ("report run -o no/such/x.html", "there is no folder no/such"),
         ("report run -o runs", "that is a folder; give a file"),
         ("report runs", "there is no run in runs"),

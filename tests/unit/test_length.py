@@ -101,7 +101,7 @@ def test_stop_ends_a_run_of_steps(world: Any, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({}, TypeError, "epochs=None and steps=None are given, but exactly one of both is needed"),
+        ({}, TypeError, "epochs=None and steps=None: exactly one of both is needed"),
         ({"epochs": 3, "steps": 9}, TypeError, "epochs=3 and steps=9 are given"),
         ({"steps": 0}, ValueError, "steps"),
         ({"steps": 1.5}, TypeError, "steps"),

@@ -1036,7 +1036,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, world: Any
         photinus.Loop(model, adam, Numbered(12), epochs=2, **options)
     photinus.save(tmp_path / "state", optimizer=descent)
     adam = torch.optim.AdamW(model.parameters())
-    with pytest.raises(CheckpointError, match=r"of another optimizer(.|\n)*Nothing was changed"):
+    with pytest.raises(CheckpointError, match=r"to a different optimizer(.|\n)*Nothing was changed"):
         photinus.load(tmp_path / "state", optimizer=adam)
     assert adam.defaults.keys() <= adam.param_groups[0].keys()
 

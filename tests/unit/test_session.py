@@ -176,7 +176,7 @@ def test_a_device_index_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_word_that_is_no_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="device='gpu' is no device"):
+    with pytest.raises(ValueError, match="device='gpu' is not a device"):
         choose_device("gpu", World(), cuda_devices=0)
 
 

@@ -41,7 +41,7 @@ _BYTES_OF_A_GRADIENT = 4
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """What a DeepSpeed configuration asks for. Made by `deepspeed_config`.
+    """The settings of a DeepSpeed configuration, as `deepspeed_config` reads them.
 
     Attributes:
         train_batch_size: samples of one step of the optimizer, over all ranks.
@@ -172,7 +172,7 @@ def _content(source: Any) -> dict[str, Any]:
     try:
         content = json.loads(Path(source).read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source} is no JSON: {error}") from None
+        raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{source} holds a {type(content).__name__}, but an object {{...}} is needed")
     return content

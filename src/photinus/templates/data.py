@@ -33,7 +33,7 @@ def digits(folder: str | None = None) -> tuple[TensorDataset, TensorDataset]:
 
 
 def _inside_scikit_learn() -> Path:
-    """Where scikit-learn keeps the file. Found without importing it, which takes longer than reading the digits."""
+    """Return the path of scikit-learn's file, without importing it, which takes longer than reading the digits."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise SystemExit("the digits come with scikit-learn: pip install scikit-learn, or give --dataset FOLDER")

@@ -79,7 +79,7 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
     args.dataset = args.path or args.dataset
     missing = [name for name in NEEDED if getattr(args, name) is None]
     if missing:
-        parser.error(f"neither the command line nor {args.config} says: {', '.join(missing)}")
+        parser.error(f"neither the command line nor {args.config} has: {', '.join(missing)}")
     del args.path, args.local_rank
     args.model = model
     if World.from_env().launcher == "none":

@@ -1,4 +1,4 @@
-"""What this project promises, tried with two small processes on the CPU: `pytest` says whether it still holds."""
+"""Tests of what this project promises, with two small processes on the CPU: run `pytest`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients a loop made: a step on others is an error, for they lack their weight, and the log their loss.
+"""The gradients that a loop made: a step on others is an error, because they lack their weight, and the log their loss.
 
 Each step is also noted for the comparison of the ranks: its options, whether gradients of the last step were kept, and
 which parts of parameters something else has changed since (torch counts changes in place): no other rank has a copy of
@@ -59,7 +59,7 @@ class Backwards:
 
     @property
     def unstepped(self) -> bool:
-        """Whether gradients are accumulated for a later step of an optimizer; those of a body with its step are not."""
+        """Return whether gradients accumulate for an optimizer's later step; those of a body with its step do not."""
         return any(reached > stepped for reached, stepped in zip(self._reached, self._stepped, strict=True))
 
     def begin(self) -> None:
@@ -89,8 +89,8 @@ class Backwards:
             self._hooks.pop().remove()
 
     def waits_in_vain(self, bodies: int) -> bool:
-        """Whether N bodies, and at least 100, ended with gradients to use, although their optimizers stepped meanwhile,
-        or never did."""
+        """Return whether N bodies, and at least 100, ended with gradients to use, although their optimizers stepped
+        meanwhile, or never did."""
         waiting = zip(self._reached, self._stepped, strict=True)
         used = all(stepped > self._settled or not stepped for reached, stepped in waiting if reached > stepped)
         return used and self._body - self._settled >= max(bodies, _SURE_BODIES)
@@ -207,7 +207,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step would use any: those that zero_grad(set_to_none=False) left are none."""
+    """Return whether a step would use any: those that zero_grad(set_to_none=False) left do not count."""
     for parameter in _parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is not None:

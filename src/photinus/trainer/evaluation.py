@@ -266,7 +266,7 @@ def _means(mine: list[float], samples: int, session: Session, error: Exception |
     for rank, sums in enumerate(gathered):
         if not sums:
             raise PhotinusError(
-                f"evaluate failed on rank {rank} ({session.hosts[rank]}); its own message says why. "
+                f"evaluate failed on rank {rank} ({session.hosts[rank]}); see the error of that rank. "
                 f"This is rank {session.rank}, which had no error."
             )
     return [_sum(sums[i + j] for sums in gathered for j in (0, 1)) / samples for i in range(0, len(mine), 2)]

@@ -473,7 +473,7 @@ class Loop:
             rng.seed_everything(seed, rank=self._session.rank)
 
     def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
-        """What happens between two bodies, in this order: losses, the row, the checkpoint."""
+        """Do what is due between two bodies, in this order: losses, the row, the checkpoint."""
         position = self._position
         self._clock.other_ended()
         position.samples_in_part += batch.global_samples
@@ -503,7 +503,7 @@ class Loop:
         self._save_wanted |= self._save_is_due  # after the next step
 
     def _has_to_wait(self) -> bool:
-        """Whether gradients add up for a step that is to come, which are no part of a checkpoint: it waits for that."""
+        """Return whether gradients add up for a later step: a checkpoint has no gradients, so it waits for it."""
         if not self._backwards.unstepped or not self._backwards.waits_in_vain(self.steps_per_epoch):
             return self._backwards.unstepped
         if not self._told_unseen and self._session.is_main:
@@ -553,7 +553,7 @@ class Loop:
         words = f"step {self._position.step}, saved in {self.checkpoint}"
         self._progress.close()
         if self._session.is_main and env.STATUS_FILE.get() is None:  # else the launcher says it
-            say(f"suspended at {words}: start the same again, and it goes on from there")
+            say(f"suspended at {words}; to continue, start the same command again")
         preemption.suspend(words)
 
     def _finish(self) -> None:
@@ -565,7 +565,7 @@ class Loop:
             say(self.summary())
 
     def summary(self) -> str:
-        """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
+        """Return how far the run is, its last numbers, and (on rank 0) where the results are: one or two lines."""
         position = self._position
         how = self._spec.length.describe_end(position)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""

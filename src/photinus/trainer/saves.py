@@ -128,7 +128,7 @@ class Saves:
             content = checkpoint.load("cpu", mapped=("model", "optimizer"))
             missing = _OWN - set(content)
             if missing:
-                raise CheckpointError(f"{path} is no checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
+                raise CheckpointError(f"{path} is not a checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             before, given = content["run"], content["run"]["given"]
             samples_done = position.batches_done * before["batch_size"]
@@ -196,5 +196,5 @@ def _frozen(model: nn.Module) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    """What messages call an object of `state`; a scheduler by the name that the Trainer gives it."""
+    """Return the name of an object of `state` in messages; for a scheduler, the name that the Trainer gives it."""
     return name if name == "scheduler" else f"state[{name!r}]"

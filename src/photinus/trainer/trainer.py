@@ -39,7 +39,7 @@ _ADVICE = "make them with collate_fn=..., or keep a Loop of your own, whose body
 
 @dataclass(frozen=True)
 class Result:
-    """What a training left.
+    """The results of a training.
 
     Attributes:
         history: a row of numbers per epoch (or per validation), those before a restart included.
@@ -261,7 +261,7 @@ class Trainer:
         return self._wrapped[1:]
 
     def _step_of(self, loop: Loop, began: int) -> tuple[int, int]:
-        """Which batches make the optimizer's step that this one belongs to: those after the first, up to the second.
+        """Return the batches of the optimizer's step that this one belongs to: those after the first, up to the second.
 
         They are fewer than `accumulate` at the run's end, and where it goes on after such an end.
         """

@@ -1,4 +1,4 @@
-"""What can be wrapped, on which device, and what the wrapper's arguments mean."""
+"""Checks of the wrapper's arguments: the models and devices that it takes, and what each argument means."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def check_device_ids(
     ]
     for name, given in zip(("device_ids", "output_device"), wanted, strict=True):
         if given.type != device.type or given.index not in (None, device.index):
-            raise UnsuitableModelError(
-                f"{name} says {given}, but the model is on {device}; they must be the same device"
-            )
+            raise UnsuitableModelError(f"{name} is {given}, but the model is on {device}; they must be the same device")
     return [device]
 
 
@@ -120,7 +118,7 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
 
 
 def check_wire_dtype(wire_dtype: torch.dtype | None, backend: str) -> None:
-    """Whether gradients can travel between hosts in this type.
+    """Check that gradients can travel between hosts in this type.
 
     Raises:
         UnsuitableModelError: they cannot, or not over this backend.
@@ -150,7 +148,7 @@ def check_delayed(
     hooked: nn.Parameter | None,
     named: Sequence[tuple[str, nn.Parameter]],
 ) -> tuple[frozenset[str], int | None]:
-    """Which parameters are exchanged last (by name), and which one's gradient they wait for (index among trainable).
+    """Return the parameters exchanged last (by name), and whose gradient they wait for (index among trainable).
 
     Raises:
         UnsuitableModelError: only one of the two is given, or a parameter that is not the model's.
@@ -208,7 +206,7 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
 
 
 def buffer_sync_options(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are synchronised before forwards, and whether at construction."""
+    """Return whether buffers are synchronised before forwards, and whether at construction."""
     if broadcast is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated, as in torch 2.13: use `forward_sync_buffers`"

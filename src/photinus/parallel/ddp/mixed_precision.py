@@ -15,7 +15,7 @@ from ..exchange.tensors import map_tensors
 
 
 class MixedPrecisionConfig(Protocol):
-    """What is read of the object given: torch's `_MixedPrecision` has these, each a floating dtype or None.
+    """The attributes read from the given object: torch's `_MixedPrecision` has these, each a floating dtype or None.
 
     Optional: `cast_forward_inputs` (default True); `keep_low_precision_grads`, which must not be True.
     """

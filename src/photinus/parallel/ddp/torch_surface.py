@@ -1,4 +1,4 @@
-"""What torch's own tools, and libraries written for torch's class, ask of a wrapper beside its public interface.
+"""The private methods that torch's own tools, and libraries written for torch's class, call on a wrapper.
 
 `join` and its hook are here too: torch's `Join` calls them by the names of its class `Joinable`.
 """
@@ -47,7 +47,7 @@ _GLOO_THREADS = 2  # of each gloo group that torch makes
 
 @dataclass(frozen=True)
 class _CompilerHints:
-    """What the compiler reads of the wrapper whose forward runs. It fails for caps below that of a first bucket."""
+    """The bucket sizes that the compiler reads from a wrapper. It fails for caps below that of a first bucket."""
 
     bucket_bytes_cap: int
 
@@ -164,7 +164,7 @@ class TorchSurface(Joinable):
     def _default_broadcast_coalesced(
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        """What buffer hooks call to have the broadcast that they replace."""
+        """Run the broadcast that buffer hooks replace; the hooks call this."""
         if bufs is None:
             self._buffers_in_sync.broadcast(authoritative_rank)
         else:
@@ -228,7 +228,7 @@ class TorchSurface(Joinable):
                 which looks when the optimizer has stepped.
         """
         if self.nan_guard:
-            raise PhotinusError(f"{optim.__name__} would step before nan_guard has looked: leave out one of the two")
+            raise PhotinusError(f"{optim.__name__} would step before nan_guard has looked: use only one of the two")
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         try:
@@ -296,7 +296,7 @@ class TorchSurface(Joinable):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            raise ValueError(f"sample_rate={sample_rate}: one in so many iterations is kept, so it is 1 or more")
+            raise ValueError(f"sample_rate={sample_rate}: one in N iterations is kept, so N must be 1 or more")
         self.reducer.timeline.sample_rate = sample_rate
 
     # ---- uneven inputs
@@ -325,13 +325,13 @@ class TorchSurface(Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """What `torch.distributed.algorithms.join.Join` calls on ranks without input."""
+        """Return what `torch.distributed.algorithms.join.Join` calls on ranks without input."""
         divide = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self, divide_by_initial_world_size=divide)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the messages of `Join` lie."""
+        """The device of the messages of `Join`."""
         return self.device
 
     @property
@@ -341,7 +341,7 @@ class TorchSurface(Joinable):
 
 
 class DDPJoinHook(JoinHook):
-    """What a rank without input does while others go on, and when all are done. See `torch.distributed…join.Join`."""
+    """The work of a rank without input while others train, and when all are done. See `torch.distributed…join.Join`."""
 
     def __init__(self, ddp: TorchSurface, *, divide_by_initial_world_size: bool) -> None:
         self._ddp = ddp

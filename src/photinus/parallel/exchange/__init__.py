@@ -1,4 +1,4 @@
-"""What ranks tell and send each other beside gradients, over plain torch.distributed.
+"""Messages between ranks beside gradients, over plain torch.distributed.
 
 agreement         small things that all ranks have to know alike, over plain torch.distributed and without pickle
 broadcast         tensors of one rank of a group, copied to all ranks in few large pieces

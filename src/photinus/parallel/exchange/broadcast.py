@@ -47,7 +47,7 @@ class Staging:
         ]
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether this staging was made for tensors of these shapes and dtypes."""
+        """Return whether this staging fits tensors of these shapes and dtypes."""
         return [(t.shape, t.dtype) for t in tensors] == self._layout
 
     @torch.no_grad()

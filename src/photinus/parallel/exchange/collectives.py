@@ -22,7 +22,7 @@ class Pending(Protocol):
         """Blocks until the operation is done; raises what went wrong."""
 
     def is_completed(self) -> bool:
-        """Whether waiting would return or raise at once."""
+        """Return whether a wait would return or raise immediately."""
 
 
 def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.ProcessGroup:
@@ -76,7 +76,7 @@ def rate_between_hosts(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Where small messages between the ranks lie: the CPU, unless the group serves only GPUs (nccl)."""
+    """The device of small messages between the ranks: the CPU, unless the group serves only GPUs (nccl)."""
     config = str(dist.get_backend_config(group)).lower()
     if "cpu:" in config or ":" not in config:
         return torch.device("cpu")

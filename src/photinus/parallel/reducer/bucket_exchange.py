@@ -1,4 +1,4 @@
-"""How one bucket travels: averaged, by a communication hook, or in another precision.
+"""The exchange of one bucket: averaged, by a communication hook, or in another precision.
 
 The interface of hooks is that of torch's class, so that its hooks (compression to half precision, PowerSGD, post-local
 SGD, …) run as they are: `hook(state, bucket)` returns a future whose value is what the bucket is to hold.
@@ -109,7 +109,7 @@ class GradBucket:
         return [slot.parameter for slot in self._bucket.slots]
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows in this backward."""
+        """Return whether no other bucket follows in this backward."""
         return self._bucket.is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
@@ -170,7 +170,8 @@ class _HookWork:
         if result.numel() < elems:
             raise ValueError(
                 f"the communication hook {_name(self._hook)} gave {result.numel()} elements for bucket "
-                f"{self._bucket.index}, which has {elems}; its future holds at least as many (what follows is left out)"
+                f"{self._bucket.index}, which has {elems}; its future must "
+                f"hold at least that number (further elements are ignored)"
             )
         # Most hooks reduce in place, and there is nothing to copy.
         if result.data_ptr() != home.data_ptr():

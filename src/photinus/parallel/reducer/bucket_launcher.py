@@ -126,16 +126,16 @@ class BucketLauncher:
 
     @property
     def tail(self) -> torch.Tensor | None:
-        """What the ranks say of themselves, see `rank_facts`; travels with the last bucket."""
+        """The facts that ranks compare, see `rank_facts`; they travel with the last bucket."""
         return self.buckets[-1].tail if self.buckets else None
 
     @property
     def all_launched(self) -> bool:
-        """Whether every bucket of the round is under way."""
+        """Return whether every bucket of the round is under way."""
         return self._launched == len(self.buckets)
 
     def count_event(self) -> None:
-        """What some buckets wait for besides their own gradients has happened."""
+        """Note that what some buckets wait for besides their own gradients has happened."""
         for bucket in self.buckets:
             bucket.pending -= bucket.also_waits
 

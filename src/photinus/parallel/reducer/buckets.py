@@ -1,4 +1,4 @@
-"""Which parameter's gradient lies where: the pure assignment of parameters to buckets.
+"""The assignment of parameters to buckets, as a pure function.
 
 Gradients that are reduced together lie in one flat bucket, so that a model of thousands of small parameters costs
 dozens of collectives. The assignment is plain data, equal on all ranks because it depends on nothing but the

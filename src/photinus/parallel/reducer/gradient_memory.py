@@ -1,4 +1,4 @@
-"""Where gradients lie while they are reduced: flat buckets, and each parameter's place in them.
+"""The memory of gradients while they are reduced: flat buckets, and each parameter's place in them.
 
 A gradient that was reduced stays in its bucket and `param.grad` is an alias of that place, so nothing is copied back.
 Code may keep a gradient, though, drop it from the parameter (`zero_grad`), and go on to the next backward. Unless
@@ -120,7 +120,7 @@ class Bucket:
 
 
 def aliases(gradient: torch.Tensor | None, view: torch.Tensor | None) -> bool:
-    """Whether a gradient lies at the place `view`."""
+    """Return whether a gradient lies at the place `view`."""
     if gradient is None or view is None or gradient.layout != torch.strided or gradient.requires_grad:
         return gradient is view and view is not None
     return gradient is view or gradient.data_ptr() == view.data_ptr()

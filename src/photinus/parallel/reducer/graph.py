@@ -1,4 +1,4 @@
-"""What this floor knows of autograd graphs: leaves below outputs, nested backwards, averages that keep their graph."""
+"""Autograd graphs: leaves below outputs, nested backwards, averages that keep their graph."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def leaves_below(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
 
 
 def inside_custom_function() -> bool:
-    """Whether this thread runs inside the backward of an autograd Function: the sign of a nested backward."""
+    """Return whether this thread runs inside the backward of an autograd Function: the sign of a nested backward."""
     entry = BackwardCFunction.apply.__code__  # what autograd calls to run a Function's backward
     # torch does not say whether a backward is nested, but its Python frames do.
     frame: FrameType | None = sys._getframe(1)

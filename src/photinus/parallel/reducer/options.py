@@ -1,4 +1,4 @@
-"""How a reducer works."""
+"""The options of a reducer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """How a Reducer works. Equal on all ranks.
+    """The options of a Reducer. Equal on all ranks.
 
     Attributes:
         bucket_cap_bytes, caps_bytes: see `photinus.parallel.reducer.buckets.assign_buckets`.

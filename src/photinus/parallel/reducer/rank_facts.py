@@ -1,4 +1,4 @@
-"""What the ranks tell each other of themselves with each exchange of gradients, so that none goes another way unseen.
+"""The facts that ranks compare with each exchange of gradients, so that no rank silently does something different.
 
 Each rank has some elements behind the last bucket's gradients, zero on all others, so that their average tells every
 rank what each one said, at no exchange more:
@@ -104,7 +104,7 @@ class RankFacts:
             self._digest = self._pieces.digest_of_all()
 
     def exchange(self, rounds: int, *, silent: bool = False) -> torch.Tensor | None:
-        """Where facts do not ride: the ranks' elements by an exchange of their own, if this round has one.
+        """Exchange the ranks' elements separately where facts do not travel with a bucket, if this round has one.
 
         With `silent`, this rank has no input, and says nothing.
         """

@@ -146,12 +146,12 @@ class Reducer:
 
     @property
     def active(self) -> bool:
-        """Whether gradients pass through here."""
+        """Return whether gradients pass through here."""
         return bool(self._handles)
 
     @property
     def has_rebuilt_buckets(self) -> bool:
-        """Whether the ranks have agreed on the order in which gradients really come."""
+        """Return whether the ranks have agreed on the order in which gradients really come."""
         return self._launcher.order is not None
 
     def prepare_for_backward(self, outputs: object = ()) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong with a backward: raised at its end, or, where code expects it so, at the next forward.
+"""Errors of a backward: raised at its end, or, where code expects it so, at the next forward.
 
 A guard finds out which rank made the first gradient that is not a finite number. When a bucket is complete and hot in
 the cache, its elements are added up: a NaN or an infinity shows in the sum. What a rank found travels with the last

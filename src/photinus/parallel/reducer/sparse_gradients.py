@@ -60,7 +60,7 @@ def average_sparse(
 
 
 def _state(gradient: torch.Tensor | None) -> list[int]:
-    """What a rank has: kind, number of entries, number of sparse dimensions."""
+    """The numbers that a rank announces: kind, number of entries, number of sparse dimensions."""
     if gradient is None:
         return [_NONE, 0, 0]
     if not gradient.is_sparse:

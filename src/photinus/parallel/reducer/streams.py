@@ -24,7 +24,7 @@ import torch
 
 
 class StreamWatch:
-    """Whether the gradients of a backward have come on more than one stream.
+    """Return whether the gradients of a backward have come on more than one stream.
 
     Args:
         current: names the stream that is current: any value, equal for equal streams.

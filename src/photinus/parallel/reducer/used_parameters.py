@@ -1,4 +1,4 @@
-"""Which parameters got a gradient, and on how many ranks; and models that promise to use the same ones in each step.
+"""Parameters that got a gradient, and on how many ranks; and models that promise to use the same ones in each step.
 
 With a static graph the first backward is only watched: everything is launched at its end, when it is known which
 parameters got a gradient and how many pieces of it (a layer inside several reentrant checkpoints gets one from each).
@@ -22,7 +22,7 @@ from .timeline import Timeline
 
 
 class StaticGraph:
-    """What the first backward of this rank taught.
+    """The parameters that the first backward of this rank used.
 
     Attributes:
         learned: whether there has been one.
@@ -37,7 +37,7 @@ class StaticGraph:
 
     @property
     def learned(self) -> bool:
-        """Whether the first backward is over."""
+        """Return whether the first backward is over."""
         return self._arrivals is not None
 
     def learn(self, slots: Sequence[Slot]) -> None:
@@ -45,7 +45,7 @@ class StaticGraph:
         self._arrivals = [slot.arrivals for slot in slots]
 
     def never_used(self, slot: Slot) -> bool:
-        """Whether the first backward brought this parameter no gradient."""
+        """Return whether the first backward gave this parameter no gradient."""
         return self._arrivals is not None and self._arrivals[slot.index] == 0
 
     def completes(self, slot: Slot) -> bool:
@@ -100,7 +100,7 @@ class UsedParameters:
 
     @property
     def due(self) -> bool:
-        """Whether this round has to exchange it."""
+        """Return whether this round has to exchange it."""
         if self._static_graph is not None:
             return self._static_graph.used_somewhere is None
         # It costs an exchange, so nobody asks where the user says that all are used.

@@ -34,7 +34,7 @@ class DDPStrategy(Strategy):
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
-        """Whether it is a `photinus.DistributedDataParallel`."""
+        """Return whether it is a `photinus.DistributedDataParallel`."""
         return issubclass(type(part), DistributedDataParallel)
 
 
@@ -53,7 +53,7 @@ class TorchDDPStrategy(Strategy):
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
-        """Whether it is torch's class itself. (Ours says that it is an instance too, for libraries that ask.)"""
+        """Return whether it is torch's class itself. (Ours says that it is an instance too, for libraries that ask.)"""
         return nn.parallel.DistributedDataParallel in type(part).__mro__
 
 
@@ -97,5 +97,5 @@ class Zero1Strategy(DDPStrategy):
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
-        """Whether it is a split optimizer, or a model as "ddp" wraps it."""
+        """Return whether it is a split optimizer, or a model as "ddp" wraps it."""
         return super().recognizes(part) or is_sharded(part)

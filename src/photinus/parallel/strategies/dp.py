@@ -70,7 +70,7 @@ class DPStrategy(Strategy):
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
-        """Whether it is a torch.nn.DataParallel or a plain module or optimizer: nothing there knows of other ranks."""
+        """Return whether it is a torch.nn.DataParallel or a plain module or optimizer, which know of no other ranks."""
         if isinstance(part, nn.Module):
             return not hasattr(part, "no_sync") and not hasattr(part, "set_requires_gradient_sync")
         return True

@@ -231,7 +231,7 @@ class FullyShardedStrategy(Strategy):
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
-        """Whether FSDP2 split it: a model whose root or any part it is, or an optimizer over such parameters."""
+        """Return whether FSDP2 split it: a model whose root or any part it is, or an optimizer over such parameters."""
         if isinstance(part, nn.Module):
             return any(hasattr(module, "set_requires_gradient_sync") for module in part.modules())
         groups = getattr(part, "param_groups", [])

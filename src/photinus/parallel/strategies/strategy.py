@@ -1,4 +1,4 @@
-"""What every way of spreading a model over ranks has in common: a small set of verbs.
+"""The interface of every strategy: a small set of verbs.
 
 A trainer knows these verbs and two rules, and nothing else. Every verb is called by all ranks, in the same order, for
 any of them may exchange. And what it trains is the module that `wrap` returned, by the optimizers that were given to
@@ -58,7 +58,7 @@ class Strategy(ABC):
 
     @property
     def has_group(self) -> bool:
-        """Whether the options name the ranks that train together, as a process group or a mesh of one dimension."""
+        """Return whether the options name the ranks that train together: a process group or a mesh of one dimension."""
         return any(self.options.get(name) is not None for name in ("process_group", "device_mesh"))
 
     @property
@@ -127,7 +127,7 @@ class Strategy(ABC):
         target.load_state_dict(copy_state(state) if isinstance(part, Optimizer) else cast("dict[str, Any]", state))
 
     def local_state(self, part: nn.Module | Optimizer) -> dict[str, Any]:
-        """What this rank holds of a state, without an exchange and without a copy."""
+        """Return this rank's part of a state, without an exchange and without a copy."""
         return (self.unwrap(part) if isinstance(part, nn.Module) else part).state_dict()
 
     def keep(self, part: nn.Module | Optimizer) -> Callable[[], None]:
@@ -136,7 +136,7 @@ class Strategy(ABC):
         return lambda: self.load(part, kept)
 
     def splits(self, part: nn.Module | Optimizer) -> bool:
-        """Whether this rank holds only a part of this state, so that `save` needs all ranks."""
+        """Return whether this rank holds only a part of this state, so that `save` needs all ranks."""
         return False
 
     # -- recognising -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Strategy(ABC):
     @classmethod
     @abstractmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
-        """Whether a model or optimizer looks as this strategy's `wrap` leaves them, whoever did it."""
+        """Return whether a model or optimizer looks as this strategy's `wrap` returns them."""
 
     def _require_made(self, wrapped: nn.Module) -> None:
         if not self.recognizes(wrapped):

@@ -50,7 +50,7 @@ class Moment:
 
     @property
     def passed(self) -> bool:
-        """Whether the device has come by."""
+        """Return whether the device has passed it."""
         return bool(self._event.query())
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ def clock_of(device: torch.device) -> DeviceClock | None:
 
 
 def is_past(moment: int | Moment) -> bool:
-    """Whether a moment of either kind has come: one of the host's clock always has."""
+    """Return whether a moment of either kind has passed: one of the host's clock always has."""
     return isinstance(moment, int) or moment.passed
 
 

@@ -1,4 +1,4 @@
-"""What happened when on this process: the spans that a trace is drawn from.
+"""The spans of this process that a trace is drawn from.
 
 A recording is switched on for the whole process (`photinus.trace` does so). While there is none, whoever could add to
 it pays for one comparison with None.
@@ -62,7 +62,7 @@ class Recording:
         self.step += 1
 
     def wants(self, step: int) -> bool:
-        """Whether the spans of this step are kept."""
+        """Return whether the spans of this step are kept."""
         return step >= self._skip and (self._end is None or step < self._end)
 
     def use_clock(self, clock: DeviceClock | None) -> None:

@@ -36,7 +36,7 @@ _SETTLE_S = 5.0
 
 @dataclass
 class RankTrace:
-    """What one rank has to tell.
+    """The spans and times that one rank recorded.
 
     Attributes:
         rank: in the default group.
@@ -56,7 +56,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of the steps of one rank went, in seconds per step.
+    """The time of one rank's steps by its use, in seconds per step.
 
     Attributes:
         data: waiting for the next batch, in a `photinus.Loop`.
@@ -112,7 +112,7 @@ def trace(path: str | os.PathLike[str], *, skip: int = 0, steps: int | None = No
 
 
 class Trace(AbstractContextManager["Trace"]):
-    """What `trace` returns.
+    """The trace of a few steps, as `trace` returns it.
 
     Attributes:
         path: of the file.
@@ -165,7 +165,7 @@ class Trace(AbstractContextManager["Trace"]):
         path.write_text(json.dumps({"traceEvents": chrome_events(self.ranks), "displayTimeUnit": "ms"}))
 
     def shares(self) -> list[Shares]:
-        """Where the time went, for each rank that is known here."""
+        """The uses of time, for each rank that is known here."""
         return [_shares(each) for each in self.ranks]
 
     def __str__(self) -> str:
@@ -255,7 +255,7 @@ def _shares(rank: RankTrace) -> Shares:
 
 
 def _busy_ns(spans: Sequence[Span]) -> int:
-    """How long at least one of the spans was under way; they come in the order of their beginnings."""
+    """Return the time in which at least one of the spans was under way; they come in the order of their beginnings."""
     busy, until = 0, 0
     for span in spans:
         busy += max(0, span.end_ns - max(until, span.begin_ns))

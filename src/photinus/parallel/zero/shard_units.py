@@ -1,4 +1,4 @@
-"""Which submodules of a model are sharded, gathered and dropped as units."""
+"""The choice of submodules that are sharded, gathered and dropped as units."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:
         chosen = [module for module in model.modules() if shard(module)]
     else:
         raise TypeError(
-            f"shard={shard!r}: needs a function of a module that says whether it is a unit, or a list of module classes"
+            f"shard={shard!r}: needs a list of module classes, or a function that takes a module and returns "
+            "whether it is a unit"
         )
     if not chosen:
         what = "none of its classes" if isinstance(shard, (list, tuple)) else "no submodule"
@@ -83,7 +84,7 @@ def _elems(module: nn.Module) -> int:
 
 
 def _shares(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter inside is also registered outside."""
+    """Return whether a parameter inside is also registered outside."""
     inside = set(module.modules())
     own = {id(parameter) for parameter in module.parameters()}
     outside = (other for other in model.modules() if other not in inside)

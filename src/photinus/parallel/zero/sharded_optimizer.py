@@ -25,7 +25,7 @@ _KNOWN = frozenset({"param_groups", "state", "defaults"})
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Whether `shard_optimizer` was here."""
+    """Return whether `shard_optimizer` has changed it."""
     return isinstance(optimizer, _Sharded)
 
 
@@ -90,7 +90,7 @@ def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class _Sharded(Optimizer):
-    """What is different in an optimizer that is a face. Comes before its own class in the order of methods."""
+    """The methods that differ in an optimizer that only shows the parts of others; they precede its class's."""
 
     _zero: Any
     _linked: list[list[int]]
@@ -202,8 +202,8 @@ def check_repointable(optimizers: Sequence[Optimizer], strategy: str) -> None:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"strategy {strategy!r} has to change what the optimizer steps, and {kind} is no "
-                f"torch.optim.Optimizer, so where it keeps its parameters is not known. "
+                f"strategy {strategy!r} has to change what the optimizer steps, and {kind} is not "
+                f"a torch.optim.Optimizer, so where it keeps its parameters is not known. "
                 'Give the torch optimizer inside it, or take "ddp".'
             )
         # LBFGS does, and others that compute with all parameters as one long vector.
@@ -211,7 +211,7 @@ def check_repointable(optimizers: Sequence[Optimizer], strategy: str) -> None:
         if holding:
             raise TypeError(
                 f"strategy {strategy!r} cannot split {kind}: it keeps parameters in its attribute {holding[0]!r} "
-                f"beside param_groups, as optimizers do that compute with all parameters at once. Take an optimizer "
+                f"beside param_groups, as optimizers do that compute with all parameters together. Take an optimizer "
                 f'that steps each parameter by itself, or strategy="ddp".'
             )
 

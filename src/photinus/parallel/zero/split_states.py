@@ -22,7 +22,7 @@ _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def is_split(value: object) -> bool:
-    """Whether a tensor lies in parts on several ranks."""
+    """Return whether a tensor lies in parts on several ranks."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 

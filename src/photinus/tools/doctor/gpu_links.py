@@ -1,4 +1,4 @@
-"""How GPUs are linked, as a program that prints a line of JSON: a process of its own, for a driver may hang.
+"""The links between GPUs, as a program that prints a line of JSON: a process of its own, because a driver may hang.
 
 For each GPU: bytes per second between its memory and locked memory of the host, each way alone, both ways at once, and
 so on all GPUs at once. For each pair: whether one reaches the other's memory, and with atomics, as over NVLink but not

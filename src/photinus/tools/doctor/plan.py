@@ -1,4 +1,4 @@
-"""What a command asks of the ranks that it starts, and what it hears of them."""
+"""The questions of a command to the ranks that it starts, and their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "\x00told: "  # libraries print on the same stream, and the launcher put
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The measurements that ranks make.
 
     Attributes:
         contestants: backends and COPIES; the first is a backend, over which the ranks also agree.

@@ -1,4 +1,4 @@
-"""What terminals and pages say alike of a run: its events and state in words, its speed."""
+"""Texts about a run that terminals and pages share: its events, state and speed."""
 
 from __future__ import annotations
 

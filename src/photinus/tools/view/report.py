@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = [run_folder("report", given) for given in asked.runs or (None,)]
     for i, folder in enumerate(folders):
         if folder.resolve() in {other.resolve() for other in folders[:i]}:
-            raise UsageError(f"photinus report: {folder} is meant twice.")
+            raise UsageError(f"photinus report: {folder} is given twice.")
     runs = [Run(folder, points=_POINTS) for folder in folders]
     for run in runs:
         run.refresh()

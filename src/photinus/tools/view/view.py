@@ -64,7 +64,7 @@ def recent_windows(run: Run, *, ended: bool) -> list[Window]:
 
 
 def parts(values: Sequence[float], width: int) -> list[int]:
-    """How many characters of a bar each share gets, all together `width`; one that is not next to 0 gets one."""
+    """Return the characters of a bar that each share gets, `width` in all; a share well above 0 gets at least one."""
     total = sum(values)
     if not total > 0:
         return [0] * len(values)

@@ -411,7 +411,7 @@ def _step_in(name: str) -> int:
 
 @contextmanager
 def seen_by_all(path: Path, digest: str) -> Iterator[Path]:
-    """Where this rank can read, for the length of the block, what rank 0 finds at `path`. Called by all ranks.
+    """Give the path where this rank can read, inside the block, what rank 0 finds at `path`. Called by all ranks.
 
     It is `path`, or a copy among this host's temporary files.
 

@@ -1,4 +1,4 @@
-"""How far a run has come, what a checkpoint has to know beside weights and random numbers; and how long the run is."""
+"""The progress and the length of a run, which a checkpoint keeps beside weights and random numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Position:
     told_not_finite: bool = False
 
     def to_dict(self, clock_s: float) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers, lists and dicts; the running row's time so far is in it."""
+        """Return what a checkpoint keeps, as plain numbers, lists and dicts; the running row's time so far is in it."""
         saved = {name: getattr(self, name) for name in _saved_names()}
         if self.samples_in_part:
             saved["elapsed_s"] += clock_s - self.part_began
@@ -148,8 +148,7 @@ class Length:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise TypeError(
-                f"epochs={self.epochs} and steps={self.steps} are given, but exactly one of both is needed: it says "
-                f"when the run ends"
+                f"epochs={self.epochs} and steps={self.steps}: exactly one of both is needed, as the length of the run"
             )
         name = "steps" if self.epochs is None else "epochs"
         object.__setattr__(self, name, whole_number(name, self.wanted, least=1))  # numpy's numbers are not JSON's
@@ -163,27 +162,27 @@ class Length:
 
     @property
     def unit(self) -> str:
-        """What it counts."""
+        """The unit that it counts."""
         return "steps" if self.epochs is None else "epochs"
 
     def reached(self, position: Position) -> bool:
-        """Whether the run is done, or was stopped early."""
+        """Return whether the run is done, or was stopped early."""
         done = position.step if self.epochs is None else position.epochs_done
         return done >= self.wanted or position.stopped_of >= self.wanted
 
     def epoch_ends(self, position: Position, steps_per_epoch: int) -> bool:
-        """Whether the epoch ends with the next step: with its last batch, or because the run does."""
+        """Return whether the epoch ends with the next step: with its last batch, or because the run does."""
         return position.batches_done + 1 == steps_per_epoch or position.step + 1 == self.steps
 
     def epochs_of(self, position: Position, steps_per_epoch: int) -> int:
-        """How many epochs the run has, the last of them perhaps in part. Those done may have had other batches."""
+        """The number of epochs of the run, the last perhaps in part. Those done may have had other batches."""
         if self.epochs is not None:
             return self.epochs
         left = max(0, self.wanted - position.step) + position.batches_done
         return position.epochs_done + -(-left // steps_per_epoch)
 
     def steps_of(self, position: Position, steps_per_epoch: int) -> int:
-        """How many steps the run has. Those done may have had other batches."""
+        """The number of steps of the run. Those done may have had other batches."""
         if self.epochs is None:
             return self.wanted
         left = (self.epochs - position.epochs_done) * steps_per_epoch - position.batches_done
@@ -199,7 +198,7 @@ class Length:
         return f"{position.epochs_done} of {self.epochs} epochs done, step {position.step}"
 
     def describe_end(self, position: Position) -> str:
-        """How the run ended, in words, or where it stands."""
+        """Return, as a text, how the run ended, or how far it is."""
         if position.stopped_of or not self.reached(position):
             return f"stopped: {self.describe(position)}"
         return f"finished: {plural(position.epochs_done, 'epoch')}, {plural(position.step, 'step')}"

@@ -211,7 +211,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any, source: 
                 if value.shape != parameter.shape:
                     name = names.get(parameter, f"parameter {place} of group {index}")
                     raise CheckpointError(
-                        f"the optimizer's state in {source} is that of another model: {kind} of {name} has shape "
+                        f"the optimizer's state in {source} belongs to a different model: {kind} of {name} has shape "
                         f"{list(value.shape)} and the parameter {list(parameter.shape)}. Give the optimizer the same "
                         f"parameters in the same order, or begin with a new one. Nothing was loaded."
                     )
@@ -274,7 +274,7 @@ def _check_options(optimizer: torch.optim.Optimizer, needed: list[list[str]]) ->
         if lacking:
             held = [name for name in group if name != "params"]
             raise ValueError(
-                f"the state is that of another optimizer: its groups have {', '.join(held)}, and "
+                f"the state belongs to a different optimizer: its groups have {', '.join(held)}, and "
                 f"{type(optimizer).__name__} needs {', '.join(lacking)}, too. Give the optimizer that was saved, or "
                 f"begin with a new one"
             )
@@ -299,7 +299,9 @@ def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None
         if ours.shape != theirs.shape:
             told.append(f"{key} has shape {list(theirs.shape)} and the model's {list(ours.shape)}")
     if told:
-        raise CheckpointError(f"{name} in {source} is of another model: {'; '.join(told[:6])}. Nothing was loaded.")
+        raise CheckpointError(
+            f"{name} in {source} belongs to a different model: {'; '.join(told[:6])}. Nothing was loaded."
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What users give: numbers, data sets and DataLoaders, checked and taken apart; the shortcut for tensors in memory."""
+"""Checks of what users give: numbers, data sets and DataLoaders; and the shortcut for tensors in memory."""
 
 from __future__ import annotations
 

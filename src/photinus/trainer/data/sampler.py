@@ -1,4 +1,4 @@
-"""Which samples make a batch, and which of them a rank takes: pure functions of (seed, epoch, batch, rank).
+"""The samples of a batch, and a rank's share of them: pure functions of (seed, epoch, batch, rank).
 
 The batch size is that of the whole job. The order of an epoch is drawn from (seed, epoch) alone and cut into global
 batches; rank r then takes the r-th of W contiguous parts of each, whose sizes differ by at most one. So a job on 1, 2
@@ -46,7 +46,7 @@ class LocalBatch:
 
 
 class GlobalBatches:
-    """Which samples make global batch k of epoch e, and which of them this rank takes, for training.
+    """The samples of global batch k of epoch e, and this rank's share of them, for training.
 
     Args:
         batch_size: samples per global batch, over all ranks; at least `world_size`, at most `samples`. Each batch is

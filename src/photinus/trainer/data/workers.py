@@ -1,4 +1,4 @@
-"""What runs where samples are fetched: in the rank itself, or in its worker processes.
+"""The code that fetches samples, in the rank itself or in its worker processes.
 
 What the global generators give while sample i of epoch e is fetched is a function of (seed, e, i), and while a batch is
 collated of (seed, e, first sample of the batch). Augmentation is so a function of the sample and the epoch: the same
@@ -86,7 +86,7 @@ class Fetch:
         return [sample]
 
     def _watched(self, fetch: Callable[[list[HostStream]], Any]) -> tuple[Any, bool]:
-        """What `fetch` returns, and whether that is worthless, since it drew from generators that it had not seeded."""
+        """Return the samples, and whether to discard them because `fetch` drew from unseeded generators."""
         streams = host_streams()
         serves_training = get_worker_info() is None  # a worker's generators serve nothing else
         watched = [name for name in streams if name not in self._drawn]
@@ -192,7 +192,7 @@ def identity(batch: Any) -> Any:
 
 
 def _fetches_many_at_once(dataset: Any) -> bool:
-    """Whether the dataset itself has something better than one sample at a time (torch's Subset only passes it on)."""
+    """Return whether the dataset itself can fetch more than one sample at a time (torch's Subset only passes it on)."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

@@ -1,4 +1,4 @@
-"""What a run measures and leaves in its folder, and which run it goes on from.
+"""The measurements and files of a run, and the run that it continues.
 
 config       `config.json`: everything that says how a run came about, saved beside its results
 curves       `curves.png`: the picture of a run, drawn at its end from the files in its folder

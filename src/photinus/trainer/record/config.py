@@ -94,7 +94,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         why = "the run is another user's, who can share it (chmod g+r config.json)"
         raise PermissionError(error.errno, why, str(path)) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); mend it or move it away") from error
+        raise ValueError(f"{path} is not valid JSON ({error}); correct it or move it away") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, but a run's config is an object")
     return content
@@ -130,7 +130,7 @@ def dataset_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _command() -> list[str]:
-    """What Python was started with: a script and its arguments, or -m and a module's name."""
+    """Return the arguments of Python: a script and its arguments, or -m and a module's name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None or spec.name == "__main__":  # a script, or a folder with __main__.py
         return [sys.executable, *sys.argv]
@@ -174,7 +174,7 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """What a run ran on; facts that cannot be found out are left out, and nothing is measured.
+    """Return the hardware and software of a run; facts that cannot be found out are left out, and nothing is measured.
 
     Returns:
         "processor" (its name), "cores" (usable by this process), "memory_bytes" (of the machine), "system", and for a

@@ -1,4 +1,4 @@
-"""Where a run goes on: in which folder, and from which checkpoint.
+"""The folder and the checkpoint from which a run continues.
 
 Decided by rank 0 in one place. `resume` means, for the run's folder `out`:
 
@@ -37,7 +37,7 @@ _OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
 
 @dataclass(frozen=True)
 class Source:
-    """What a run starts from, as rank 0 found it."""
+    """The start of a run, as rank 0 found it."""
 
     checkpoint: Checkpoint | None  # None: from the very start
     goes_on: bool  # whether the files in `out` belong to the same run and stay
@@ -45,7 +45,7 @@ class Source:
 
 
 def describe_launch() -> dict[str, JSON]:
-    """What stays the same when workers are started again: the process that does so, and Slurm's job over requeues."""
+    """Return what stays the same when workers restart: the process that does it, and Slurm's job over requeues."""
     return {"job": JOB_ID.get(), "parent": this_process(os.getppid()), "slurm": os.environ.get("SLURM_JOB_ID")}
 
 
@@ -107,7 +107,7 @@ def _has_checkpoint(out: Path) -> bool:
 
 
 def _is_to_be_continued(out: Path, resume: object) -> bool:
-    """Whether the last start in `out` began as this one, which goes on with it; the table above says when."""
+    """Return whether the last start in `out` began as this one, which then continues it; see the table above."""
     config = read_config(out)
     starts: list[dict[str, Any]] = config.get("starts") or [{}]
     if config.get("options", {}).get("resume") != (None if resume is None else str(resume)):

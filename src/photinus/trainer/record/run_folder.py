@@ -270,7 +270,7 @@ class RunFolder:
             warnings.warn(f"{PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 
     def describe(self) -> str:
-        """Where the results lie, in a line; "" on ranks that do not write."""
+        """Return the place of the results, in a line; "" on ranks that do not write."""
         if not self._writers:
             return ""
         names = (METRICS, LOSSES, PICTURE, CONFIG)
@@ -279,7 +279,7 @@ class RunFolder:
 
     @property
     def writes(self) -> bool:
-        """Whether this is the rank that writes, and `begin` made it ready."""
+        """Return whether this is the rank that writes, and `begin` made it ready."""
         return self._writers != []
 
     @property

@@ -1,4 +1,4 @@
-"""What is measured in a run: each rank collects its losses and times, and rank 0 writes those of all.
+"""The measurements of a run: each rank collects its losses and times, and rank 0 writes those of all.
 
 A step's loss is the mean over the *global* batch. To know it costs an exchange between the ranks, so a few steps are
 collected and exchanged at once. The files that hold the numbers are those of `photinus.runlog`.
@@ -65,7 +65,7 @@ class RunNumbers:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to exchange; equal on all ranks."""
+        """Return whether it is time to exchange; equal on all ranks."""
         return len(self._steps) >= self._times.steps_to_next
 
     def begin_step(self, step: int, epoch: int, batch: Batch) -> None:
@@ -167,7 +167,7 @@ class RunNumbers:
         return losses, vector[2 * n :]
 
     def write_times(self, position: Position, folder: RunFolder, *, epoch: int, at_once: bool = False) -> None:
-        """Where the time of the last steps went, if it is time to write that; or `at_once`, because the run ends."""
+        """Return the uses of the last steps' time, if it is time to write them, or `at_once`, because the run ends."""
         if folder.writes:
             window = self._times.window(step=position.step, epoch=epoch, start=position.start, at_once=at_once)
             if window is not None:
@@ -248,7 +248,7 @@ class RankTimes:
         return total_s
 
     def window(self, *, step: int, epoch: int, start: int, at_once: bool) -> Window | None:
-        """What to write now, if it is time: at least a second after the last one, and later ever more seldom.
+        """Return what to write now, if it is time: a second or more after the last one, and later less and less often.
 
         `at_once` does not wait longer: the run ends.
         """

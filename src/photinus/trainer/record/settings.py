@@ -1,4 +1,4 @@
-"""What a script gives its optimizers and schedulers, and what of it holds when a run is resumed.
+"""The settings that a script gives its optimizers and schedulers, and those that hold when a run is resumed.
 
 One rule: **what the script gives differently than when the checkpoint was saved replaces what the checkpoint holds; all
 else is the checkpoint's.** So a checkpoint holds what the script had given, too: options and schedulers' states before
@@ -29,7 +29,7 @@ from ..session.replicas import plain
 
 
 class Settings:
-    """What this start's script gave. Made before anything is loaded or stepped.
+    """The settings of this start's script. Made before anything is loaded or stepped.
 
     Args:
         objects: by the names that messages use; what is neither optimizer nor scheduler is left out.
@@ -166,7 +166,7 @@ def _is_scheduler(value: Any) -> bool:
 
 
 def _counts_steps(scheduler: Any) -> bool:
-    """Whether its rate depends on how many steps it made, and on nothing else."""
+    """Return whether its rate depends only on the number of steps that it made."""
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         return False
     return all(each.default is not each.empty for each in inspect.signature(scheduler.step).parameters.values())
@@ -194,12 +194,12 @@ def _make_steps_again(schedulers: Mapping[str, Any], saved: Mapping[str, Any]) -
 def _step_of(state: Mapping[str, Any]) -> int:
     # ChainedScheduler has no count of its own.
     if "last_epoch" not in state and "_schedulers" not in state:
-        raise ValueError("the checkpoint's scheduler was of another class, and does not say how many steps it made")
+        raise ValueError("the checkpoint's scheduler has a different class, and does not record how many steps it made")
     return int(state["last_epoch"]) if "last_epoch" in state else _step_of(state["_schedulers"][0])
 
 
 def _has_new_function(scheduler: Any, saved: Mapping[str, Any]) -> bool:
-    """Whether a LambdaLR's functions, which no state holds, give another rate where the run is."""
+    """Return whether a LambdaLR's functions, which no state holds, give a different rate at this step."""
     if hasattr(scheduler, "_schedulers"):
         return any(map(_has_new_function, scheduler._schedulers, saved["_schedulers"]))
     if not isinstance(scheduler, LambdaLR) or saved["last_epoch"] < 0:  # not its turn yet in a SequentialLR

@@ -1,4 +1,4 @@
-"""What a run is, in one value: recorded in config.json, saved with each checkpoint, compared when a run is resumed.
+"""The description of a run in one value: in config.json and each checkpoint, and compared when a run is resumed.
 
 Saving and Reporting are what users choose of it as values of their own, which refuse what is wrong where they are made.
 """
@@ -58,7 +58,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Reporting:
-    """What rank 0 shows of a run: `report=photinus.Reporting(tensorboard=True)`. The files in `out` are always written.
+    """The display of a run on rank 0: `report=photinus.Reporting(tensorboard=True)`. Files in `out` are always written.
 
     Args:
         progress: show a progress bar, and a line per epoch. Default: True.
@@ -105,7 +105,7 @@ def check_options(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What decides a run beside model, optimizer and data; equal on all ranks.
+    """The settings that decide a run beside model, optimizer and data; equal on all ranks.
 
     Attributes:
         batch_size, seed, samples, shuffle, drop_last: which samples each step has.

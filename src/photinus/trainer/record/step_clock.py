@@ -66,7 +66,7 @@ class StepClock:
                 hook.remove()
 
     def skip(self) -> None:
-        """What has happened since the last mark is no part of a step (a checkpoint was saved)."""
+        """Leave the time since the last mark out of the step (a checkpoint was saved)."""
         self._last_ns, self._waited_ns = time.perf_counter_ns(), waiting_time.total_ns
         self._aside_s = self._session.aside_s
         if self._device_clock is not None:
@@ -94,7 +94,7 @@ class StepClock:
         self._mark(_OTHER)
 
     def backward_began(self) -> None:
-        """What came before it was the forward, and whatever else the loss needed."""
+        """Count the time before it as the forward, and as what else the loss needed."""
         self._inside += 1
         self._mark(_FORWARD)  # inside an optimizer's step too, whose closure calls backward
 

@@ -55,7 +55,7 @@ class TensorBoard:
             self._writer.add_scalar("loss/step", each.loss, each.step)
 
     def add_window(self, window: Window) -> None:
-        """Where the time of some steps went."""
+        """Write the uses of some steps' time."""
         ranks = window.world_size
         for phase in PHASES:
             self._writer.add_scalar(f"step_ms/{phase}", sum(window.phases[phase]) / ranks * 1e3, window.step)

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and over which backend the ranks exchange: chosen with the reason in a few words.
+"""The choice of a rank's device, and of the backend over which ranks exchange, each with its reason.
 
 Ranks on GPUs that nobody told a backend tell their GPUs by the store at which they meet, before there is a group, and
 rank 0 chooses for all: what it reads on its own host (a verdict, which GPUs reach each other) others may not have. By
@@ -54,7 +54,7 @@ def choose_device(
         try:
             wanted = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f'device={device!r} is no device: use "auto", "cpu", "cuda" or "cuda:0"') from error
+            raise ValueError(f'device={device!r} is not a device: use "auto", "cpu", "cuda" or "cuda:0"') from error
         reason = "as asked"
     if wanted.type != "cuda":
         return wanted, reason
@@ -136,7 +136,7 @@ _choices = _checks = 0  # sessions of this process, equal on all ranks: each has
 
 @dataclass(frozen=True)
 class Gpus:
-    """What the choice depends on.
+    """The facts that the choice depends on.
 
     Attributes:
         by_rank: identity of each rank's GPU, equal where two ranks have the same one; "" where torch cannot tell.

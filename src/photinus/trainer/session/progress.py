@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: one bar on a terminal, one line per epoch, on rank 0 only."""
+"""The display while a model trains: one bar on a terminal, one line per epoch, on rank 0 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks that srun or mpirun started find each other, without a launcher of ours that would keep a store for them.
+"""The rendezvous of ranks that srun or mpirun started, without a launcher of ours that would serve a store.
 
 Rank 0 starts torch's store at a port of its own choice, on the one interface that the ranks use, and listens at the
 agreed port (see `photinus.job.rendezvous`). There each other rank proves that it belongs to the job, and learns the
@@ -87,7 +87,7 @@ def _listen(world: World, rendezvous: Rendezvous, address: str, port: int) -> so
     except OSError as error:
         raise NotInitializedError(
             f"rank 0 cannot listen at {address}:{port}, the port that {rendezvous.source} lead to: "
-            f"{os.strerror(error.errno or 0)}. If another program holds it (`ss -ltnp` says which), set MASTER_PORT to "
+            f"{os.strerror(error.errno or 0)}. If another program holds it (`ss -ltnp` shows it), set MASTER_PORT to "
             f"a free one for all ranks; if this is not the address of rank 0's host, set MASTER_ADDR."
         ) from error
 
@@ -145,7 +145,7 @@ def _lost(world: World, where: str, error: RuntimeError) -> NotInitializedError:
     return NotInitializedError(
         f"rank {world.rank} ({_own_name()}) and the store at {where}, which rank 0 serves: "
         f"{str(error).splitlines()[0]}. If another program, or another rank 0, holds the port, set MASTER_PORT to a "
-        f"free one for all ranks; if rank 0 has ended, its output says why."  # torch's C++ frames say no more
+        f"free one for all ranks; if rank 0 has ended, see its output."  # torch's C++ frames say no more
     )
 
 

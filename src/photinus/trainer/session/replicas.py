@@ -44,7 +44,7 @@ _DIGEST_BYTES = 6  # fewer than the 53 bits of a float64's fraction
 
 
 def describe_replicas(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, JSON]:
-    """What has to be equal on all ranks of optimizers: class, options, and which parameters each group steps."""
+    """Return what has to be equal on all ranks of optimizers: class, options, and which parameters each group steps."""
     names = {id(parameter): name for model in models for name, parameter in unwrap(model).named_parameters()}
     found: dict[str, JSON] = {}
     for place, optimizer in enumerate(optimizers):
@@ -69,7 +69,7 @@ def plain(value: Any, other: Callable[[Any], str] = lambda value: type(value).__
 
 
 class Replicas:
-    """Whether the ranks' models and optimizers are still alike. All ranks call its methods together.
+    """A check that the ranks' models and optimizers are still alike. All ranks call its methods together.
 
     Args:
         models: of those that are whole on each rank and exchange their gradients, parameters are compared; but for
@@ -92,7 +92,7 @@ class Replicas:
         self._pause_s = 0.0  # to the next one
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """What parameters are called in the models."""
+        """Return the names of parameters in the models."""
         return [self._names.get(id(parameter), str(list(parameter.shape))) for parameter in parameters]
 
     def note(self, call: str, *groups: Mapping[str, object]) -> None:

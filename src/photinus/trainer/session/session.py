@@ -248,8 +248,8 @@ def require_session(what: str) -> Session:
         place = World.from_env()
         if place.world_size > 1:
             raise NotInitializedError(
-                f"{what} was used before photinus.init(): {place.launcher} says that this is rank {place.rank} of "
-                f"{place.world_size} processes, which have not met yet. Put the work inside "
+                f"{what} was used before photinus.init(): {place.launcher} started this as rank {place.rank} of "
+                f"{place.world_size} processes, which are not connected yet. Put the work inside "
                 f"`with photinus.init() as world:`."
             )
     session = init()
@@ -315,7 +315,7 @@ def _meet(place: World) -> tuple[World, list[dict[str, Any]]]:
     members = gather_per_rank(own)
     met = {member["process"] for member in members}  # two containers may have one host name, and both pid 1
     if [member["rank"] for member in members] != list(range(world_size)) or len(met) != world_size:
-        raise WorldSizeError(f"{world_size} ranks should have met, but these did: {members}")
+        raise WorldSizeError(f"{world_size} ranks were expected, but these joined: {members}")
     if place.launcher == "none" and world_size > 1:
         # The group was made by the script itself (mp.spawn and the like): the place on the host is counted.
         local = [member["rank"] for member in members if member["host"] == members[rank]["host"]]

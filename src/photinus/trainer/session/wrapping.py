@@ -122,7 +122,7 @@ def wrap(
 
 
 def exchanges_gradients(model: nn.Module) -> bool:
-    """Whether backward through this module exchanges gradients between ranks (DDP of any make, FSDP)."""
+    """Return whether backward through this module exchanges gradients between ranks (any DDP, FSDP)."""
     model = getattr(model, "_orig_mod", model)
     return hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
 
@@ -203,8 +203,8 @@ def check_schedulers(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
         # Of a scheduler without an optimizer it is not known where it sets rates.
         if isinstance(over, torch.optim.Optimizer) and not any(id(group) in known for group in over.param_groups):
             raise ValueError(
-                f"the scheduler ({type(scheduler).__name__}) sets the learning rate of another {type(over).__name__} "
-                f"than the loop's optimizer, whose rate would stay as it is: make the scheduler again, over this "
+                f"the scheduler ({type(scheduler).__name__}) sets the rate of a different {type(over).__name__}, "
+                f"not of the loop's optimizer, whose rate would stay as it is: make the scheduler again, over this "
                 f"optimizer (or give the other one in state=...)"
             )
 
