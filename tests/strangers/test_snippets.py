@@ -68,6 +68,7 @@ ELSEWHERE_FROM = {  # the same, by how a command begins
     "srun ": "needs Slurm: tests/schedulers/test_slurm.py",
     "mpirun ": "needs Open MPI: tests/schedulers/test_mpirun.py",
     "photinus run --slurm --submit": "needs Slurm: tests/schedulers/test_slurm.py",
+    "photinus doctor --model": "trains a model of the user: tests/unit/test_doctor_model.py",
     "photinus doctor --hosts": "needs hosts with ssh: tests/dist/test_hosts_over_ssh.py",
     "python -m tests.conformance": "minutes to hours: tests/conformance/test_suite.py",
     "python examples/digits/": "tests/dist/test_digits.py",

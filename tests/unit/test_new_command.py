@@ -107,7 +107,7 @@ def test_the_config_file_says_what_the_command_line_does_not(tmp_path: Path) -> 
     [
         ("[train]\nepochs=1\nfoo=1", [], "config.ini, section [train]: train.py has no option 'foo'"),
         ("[train]\nepochs=few", [], "argument --epochs: invalid int value: 'few'"),
-        ("[train]\nepochs=1\nlr=1", [], "config.ini says: batch_size, out"),
+        ("[train]\nepochs=1\nlr=1", [], "config.ini has: batch_size, out"),
         ("epochs=1", [], "contains no section headers"),
         (None, ["--config", "nowhere.ini"], "--config nowhere.ini: there is no such file"),
         (None, ["a", "--dataset", "b"], "two data sets are given: a and --dataset b"),

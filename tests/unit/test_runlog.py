@@ -21,7 +21,7 @@ from photinus.runlog.curve import Curve
 from photinus.runlog.events import EVENTS, append_event, is_alive, read_event, read_events, this_process
 from photinus.runlog.files import Tail
 from photinus.runlog.run import FILES, Run, find_runs, newest_run
-from photinus.runlog.stragglers import shares, slow_links, stragglers
+from photinus.runlog.stragglers import limit, shares, slow_links, stragglers
 from photinus.runlog.tables import LOSSES, METRICS, PHASES, RANKS, RunFiles, Window, drop_windows_after, read_window
 from photinus.runlog.units import step_time
 from photinus.tools.view.event_text import describe_event
@@ -205,6 +205,26 @@ def test_one_long_hiccup_makes_no_straggler_and_a_lasting_one_does() -> None:
     assert stragglers(hiccup) == []
     lasting = [window(step, slow={1: {"data": 0.5}} if step > 30 else None) for step in range(10, 101, 10)]
     assert [slow.rank for slow in stragglers(lasting)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("times", "sentence"),
+    [
+        (
+            {"waiting": 0.01},
+            r"The exchange limits the speed: ranks wait for each other for \d+ % of a step.*larger batch",
+        ),
+        ({"data": 0.01}, "Data limits the speed"),
+        ({"forward": 0.1}, "Computing limits the speed"),
+    ],
+)
+def test_what_limits_a_run_is_named_with_what_would_help(times: dict[str, float], sentence: str) -> None:
+    assert re.match(sentence, limit([window(10, slow={0: times, 1: times})]))
+
+
+def test_where_one_rank_is_slow_it_is_the_limit_and_is_named_elsewhere() -> None:
+    assert limit([window(10, slow={1: {"forward": 0.1, "waiting": 0.0}, 0: {"waiting": 0.1}})]) == ""
+    assert limit([]) == ""
 
 
 def _noisy(seed: int, base_s: float, noise: float, extra_s: float, windows: int) -> list[Window]:

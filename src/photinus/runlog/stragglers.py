@@ -1,4 +1,4 @@
-"""Find the rank that slows the others, and its phase, or the slow link between two hosts: pure functions."""
+"""Find what limits a run: the rank that slows the others, a slow link, data, the exchange: pure functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .tables import PHASES, Window, mean_window
+from .units import percent
 
 _RATIO = 1.15
 _EXCESS_S = 0.5e-3  # less than that a step is noise of the machine
@@ -17,6 +18,7 @@ _FEW_WINDOWS = 3  # fewer show no spread
 _FEW_RATIO = 1.75  # and then it must be plain
 _LINK_RATIO = 3.0
 _LINK_EXCESS_S = 1e-3  # a step; less is the noise of a network
+_MUCH = 0.2  # of a step: less is worth nobody's work
 _WAITED = 0.5  # of the excess: what computation hides holds nobody up
 
 
@@ -101,6 +103,29 @@ def stragglers(windows: Sequence[Window]) -> list[Straggler]:
             above = {p: rank.phases[i] - usual[i] for i, p in enumerate(PHASES) if p != "waiting"}
             found.append(Straggler(rank.rank, rank.ratio, excess_s, max(above, key=lambda phase: above[phase])))
     return sorted(found, key=lambda each: -each.excess_s)
+
+
+def limit(windows: Sequence[Window]) -> str:
+    """Return, in sentences, what limits the speed of a run and what would help; "" without times."""
+    ranks = shares(windows)
+    whole_s = sum(rank.step_s for rank in ranks)
+    if not whole_s > 0:
+        return ""
+    part = {phase: sum(rank.phases[i] for rank in ranks) / whole_s for i, phase in enumerate(PHASES)}
+    if part["data"] >= max(_MUCH, part["waiting"]):
+        return (
+            f"Data limits the speed: ranks wait for batches for {percent(part['data'])} of a step. Load them in more "
+            f"workers (num_workers=), or do less for each sample."
+        )
+    if part["waiting"] >= _MUCH and not stragglers(windows):
+        return (
+            f"The exchange limits the speed: ranks wait for each other for {percent(part['waiting'])} of a step. A "
+            f"larger batch for each rank or gradients accumulated over several batches make that smaller, and between "
+            f"hosts wire_dtype=torch.bfloat16. `photinus doctor --model` shows how much."
+        )
+    if part["waiting"] >= _MUCH:
+        return ""  # the slow rank is the cause
+    return f"Computing limits the speed: all but {percent(part['data'] + part['waiting'])} of a step."
 
 
 _Times = Sequence[tuple[float, float, int]]  # by window: a rank's own time of a step, the median rank's, and the steps

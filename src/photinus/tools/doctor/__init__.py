@@ -10,5 +10,7 @@ gpus          GPUs, their links with the host and each other, how fast copies go
 gpu_links     how fast, and whether GPUs reach each other: a program, for a driver may hang
 hosts         several hosts, over ssh: versions, and every pair tried both ways
 host_rank     the rank of each of these hosts, which `photinus run --hostfile` starts
+model         `--model`: whether more devices pay for a model, measured and predicted, and what limits its speed
+model_rank    one of the ranks that train it for a moment
 examine       the command: options, all looks, exit code
 """

@@ -5,15 +5,20 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from ...cli.flag_values import port, positive_seconds
 from ...cli.parser import Parser
+from ...errors import UsageError
 from .finding import report, terminal
 from .gpus import look_at_gpus
 from .host import look_at_host
+from .model import batch_value, examine_model
+from .model_rank import Trial
 from .software import ask_engine, ask_torch, look_at_backends, look_at_software
 
 _TIMEOUT_S = 120.0
+_BACKENDS = ("photinus", "gloo", "nccl")
 
 _ABOUT = """\
 Check this machine and show what works: processors, memory, limits and name, the
@@ -21,12 +26,24 @@ engine, torch, GPUs and their links, and every backend of torch.distributed, by
 running each in two processes.
 
 With --hosts or --hostfile, check several hosts over ssh: versions, clocks, and
-whether every host reaches every other, with latency and bandwidth."""
+whether every host reaches every other, with latency and bandwidth.
+
+With --model, train a model for some seconds with 1, 2, 4 (and 8) ranks, and show
+whether more devices or hosts pay, what limits the speed, and what would help."""
 _MORE = """\
 examples:
   photinus doctor
   photinus doctor --json | python -m json.tool
   photinus doctor --hosts node1,node2
+  photinus doctor --model train.py:make_model --batch 64,3,32,32
+  photinus doctor --model train.py:make_model --batch make_batch,64
+
+--model names a function that returns a torch.nn.Module, or a module and its
+optimizer (default: AdamW). --batch is the shape of a float32 input, with the
+samples of a step first; or a function of the same file, which gets a number of
+samples and returns the model's inputs (a tuple, or a dict of named ones), and
+the number of samples of a step. The loss is the model's own (`.loss`), or the
+mean square of its output.
 
 exit code: 0 when all is well; 1 when something needs attention; 2 for wrong
 use."""
@@ -39,9 +56,10 @@ def parser() -> Parser:
         "doctor",
         "[--json] [--timeout SECONDS]",
         several,
+        "--model FILE.py:FUNCTION --batch SHAPE [--backend NAME] [--json]",
         about=_ABOUT,
         more=_MORE,
-        exclusive=[("--hosts", "--hostfile")],
+        exclusive=[("--hosts", "--hostfile", "--model"), ("--hostfile", "--model")],
     )
     made.add("--json", "print the findings as JSON")
     made.add("--timeout SECONDS", "timeout of each check. default: 120", positive_seconds, default=_TIMEOUT_S)
@@ -50,6 +68,11 @@ def parser() -> Parser:
     reached = ("--hosts", "--hostfile")
     made.add("--ssh COMMAND", "ssh command. default: ssh", default="ssh", only_with=reached)
     made.add("--ssh-port PORT", "port of the ssh servers", port, only_with=reached)
+    made.add("--model FILE.py:FUNCTION", "function that returns the model to measure")
+    made.add("--batch SHAPE", "shape of the input, or FUNCTION,SAMPLES", batch_value, only_with=("--model",))
+    made.add(
+        "--backend NAME", "backend. default: photinus", one_of=_BACKENDS, only_with=("--model",), default=_BACKENDS[0]
+    )
     return made
 
 
@@ -58,10 +81,25 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser().parse(arguments)
     if asked.hosts is not None or asked.hostfile is not None:
         return _examine_hosts(asked)
+    if asked.model is not None:
+        return _examine_model(asked)
     torch, error = ask_torch(asked.timeout)
     findings = look_at_host() + look_at_software((torch, error), ask_engine(asked.timeout))
     findings += look_at_gpus(torch, asked.timeout) + look_at_backends(torch, asked.timeout)
     return report(findings, as_json=asked.json)
+
+
+def _examine_model(asked: Namespace) -> int:
+    place, colon, function = asked.model.rpartition(":")
+    if not (place and colon and function.isidentifier()):
+        raise UsageError(f"photinus doctor --model {asked.model}: needs FILE.py:FUNCTION, as train.py:make_model.")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UsageError(f"photinus doctor --model {asked.model}: there is no file {place}.")
+    if asked.batch is None:
+        raise UsageError("photinus doctor --model needs --batch too, as --batch 64,3,32,32 or --batch make_batch,64.")
+    batch, samples = asked.batch
+    trial = Trial(asked.model, batch, samples, backend=asked.backend, timeout_s=asked.timeout)
+    return examine_model(trial, as_json=asked.json)
 
 
 def _examine_hosts(asked: Namespace) -> int:

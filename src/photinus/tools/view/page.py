@@ -16,7 +16,7 @@ from ...runlog.chart import DARK, LIGHT, Chart
 from ...runlog.events import OF_A_ROW, Event
 from ...runlog.figures import charts, run_colour
 from ...runlog.run import Run
-from ...runlog.stragglers import RankShare, shares, slow_links, stragglers
+from ...runlog.stragglers import RankShare, limit, shares, slow_links, stragglers
 from ...runlog.tables import PHASES, Row, Window
 from ...runlog.units import count, duration, number, percent, size, step_time
 from ...version import __version__
@@ -106,6 +106,7 @@ def bars(run: Run) -> dict[str, Any] | None:
         "of": len(ranks),
         "most_s": max(rank.step_s for rank in ranks),
         "late": {slow.rank for slow in stragglers(windows)},
+        "limit": limit(windows),
     }
 
 
