@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4350,
     "runlog": 1708,
     "templates": 340,
-    "tools": 2989,
+    "tools": 2993,
     "top": 1680,
     "trainer": 8137,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import textwrap
 from argparse import ArgumentTypeError
@@ -35,6 +36,7 @@ _BUCKET_BYTES, _LEAST_BUCKET_BYTES, _BUCKET_S = (
     0.03,
 )  # DDP's; between hosts what crosses in that time
 _PAYS = 1.5
+_BUSY = 0.5  # of the cores, in the last minute
 _ITEM_BYTES = 4
 
 
@@ -78,8 +80,8 @@ def examine_model(trial: Trial, *, as_json: bool) -> int:
     torch, error = ask_torch(trial.timeout_s)
     if torch is None:
         raise LaunchError(f"photinus doctor --model needs PyTorch: {error}")
-    gpus = len(torch["gpus"])
-    here = [n for n in COUNTS if n <= (gpus or max(4, usable_cores())) and n <= trial.samples]
+    gpus, load, cores = len(torch["gpus"]), os.getloadavg()[0], usable_cores()
+    here = [n for n in COUNTS if n <= (gpus or max(4, cores)) and n <= trial.samples]
     alone = _train(trial, 1, gpus, COUNTS)
     rows = [Row(1, trial.samples, alone.step_s, alone.compute_s, "measured")]
     for ranks in here:
@@ -102,7 +104,9 @@ def examine_model(trial: Trial, *, as_json: bool) -> int:
         ]
         for rate in RATES_GBIT
     }
-    lines = verdict(alone, rows, trial.samples, usable_cores(), gpus)
+    lines = verdict(alone, rows, trial.samples, cores, gpus)
+    if load > _BUSY * cores:
+        lines.append(f"Other programs were running (load {load:.1f} on {cores} cores): end them, and measure again.")
     if as_json:
         print(json.dumps(_as_json(trial, alone, rows, hosts, lines), indent=1))
     else:
