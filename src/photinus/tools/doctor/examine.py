@@ -56,7 +56,7 @@ def parser() -> Parser:
         "doctor",
         "[--json] [--timeout SECONDS]",
         several,
-        "--model FILE.py:FUNCTION --batch SHAPE [--backend NAME] [--json]",
+        "--model FILE.py:FUNCTION --batch SHAPE [--backend NAME]",
         about=_ABOUT,
         more=_MORE,
         exclusive=[("--hosts", "--hostfile", "--model"), ("--hostfile", "--model")],
