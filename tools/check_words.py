@@ -27,7 +27,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "backend": (0, 0, 52),
     "cli": (0, 0, 21),
     "compat": (0, 0, 11),
-    "job": (0, 0, 33),
+    "job": (0, 0, 0),
     "parallel": (0, 0, 54),
     "run": (0, 0, 36),
     "runlog": (0, 0, 13),

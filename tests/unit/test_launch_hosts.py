@@ -185,7 +185,7 @@ def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_
     with listen("127.0.0.1", 0) as silent:
         where = silent.getsockname()
         with pytest.raises(asyncio.TimeoutError):
-            asyncio.run(channel.dial(*where, b"key", "host", known=True))
+            asyncio.run(channel.dial(*where, b"key", "host", is_known=True))
         with pytest.raises(
             LaunchError,
             match="does not answer as the host that leads this job: it accepts the connection and sends noth",

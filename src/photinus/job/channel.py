@@ -62,11 +62,11 @@ async def prove(
         HandshakeError: the other end speaks otherwise, closes, or (from a TimeoutError) says nothing for `timeout_s`.
         RefusedError: it knows another secret, or refuses the purpose; the message is its own.
     """
-    heard = bytearray()
+    greeting = bytearray()
     try:
-        await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), heard), timeout_s)
+        await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), greeting), timeout_s)
     except asyncio.TimeoutError as error:
-        more = f" after {_excerpt(heard)}" if heard else ""
+        more = f" after {_excerpt(greeting)}" if greeting else ""
         raise HandshakeError(f"it accepts the connection and sends nothing{more} for {timeout_s:g} s") from error
     except asyncio.IncompleteReadError:
         raise HandshakeError("it closed the connection during the handshake") from None
@@ -75,17 +75,17 @@ async def prove(
 
 
 async def _prove(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, purpose: bytes, heard: bytearray
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, purpose: bytes, greeting: bytearray
 ) -> None:
-    wanted = len(BANNER) + _NONCE_BYTES
-    while len(heard) < wanted and BANNER.startswith(heard[: len(BANNER)]):
-        part = await reader.read(wanted - len(heard))
+    greeting_bytes = len(BANNER) + _NONCE_BYTES
+    while len(greeting) < greeting_bytes and BANNER.startswith(greeting[: len(BANNER)]):
+        part = await reader.read(greeting_bytes - len(greeting))
         if not part:
-            raise HandshakeError("it closed the connection" + (f" after {_excerpt(heard)}" if heard else ""))
-        heard += part
-    if not heard.startswith(BANNER):
-        raise HandshakeError(f"it answers {_excerpt(heard)}, which is not Photinus")
-    theirs, mine = bytes(heard[len(BANNER) :]), secrets.token_bytes(_NONCE_BYTES)
+            raise HandshakeError("it closed the connection" + (f" after {_excerpt(greeting)}" if greeting else ""))
+        greeting += part
+    if not greeting.startswith(BANNER):
+        raise HandshakeError(f"it answers {_excerpt(greeting)}, which is not Photinus")
+    theirs, mine = bytes(greeting[len(BANNER) :]), secrets.token_bytes(_NONCE_BYTES)
     writer.write(mine + _proof(key, b"caller", theirs, mine, purpose) + bytes([len(purpose)]) + purpose)
     verdict = await reader.readexactly(1)
     if verdict == b"-":
@@ -139,15 +139,15 @@ async def _claim(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
     return theirs, proof, await reader.readexactly(length[0])
 
 
-def _excerpt(heard: bytes | bytearray) -> str:
+def _excerpt(data: bytes | bytearray) -> str:
     """The beginning of what a stranger said, printable."""
-    return repr(heard[:40].decode("ascii", "backslashreplace").rstrip()) + (" ..." if len(heard) > 40 else "")
+    return repr(data[:40].decode("ascii", "backslashreplace").rstrip()) + (" ..." if len(data) > 40 else "")
 
 
 async def dial(
-    address: str, port: int, key: bytes, purpose: str, *, known: bool = False
+    address: str, port: int, key: bytes, purpose: str, *, is_known: bool = False
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the leader, proved on both sides; `known`: it has proved itself there before.
+    """A connection to the leader, proved on both sides; `is_known`: it has proved itself there before.
 
     Raises:
         LaunchError: something else is behind that port; says what it does.
@@ -161,7 +161,7 @@ async def dial(
             return reader, writer
         except HandshakeError as error:
             writer.close()
-            if known and isinstance(error.__cause__, asyncio.TimeoutError):
+            if is_known and isinstance(error.__cause__, asyncio.TimeoutError):
                 raise error.__cause__ from None
             if time.monotonic() - begun_s > _STRANGER_S:
                 raise LaunchError(_stranger(address, port, error)) from None

@@ -110,8 +110,8 @@ class Member:
 
     def order(self) -> Order | None:
         """The leader's next order, None when none has come. JobEndedError: the job is over."""
-        if lost := self._store.loss():
-            self._send({"type": "store lost", "reason": lost})
+        if loss := self._store.loss():
+            self._send({"type": "store lost", "reason": loss})
         while (message := self._take()) is not None:
             if message["type"] in ("stop", *_MEET_ANEW):
                 order: Order = message["type"]
@@ -221,8 +221,8 @@ class Member:
         """The connection, and others after it when it is lost, from the first attempt to dial until the job ends."""
         try:
             connection = await self._dial()
-            while (lost := await self._talk(*connection)) is not None:
-                connection = await self._come_back(*lost)
+            while (loss := await self._talk(*connection)) is not None:
+                connection = await self._come_back(*loss)
         except LaunchError as error:
             self._enqueue({"type": "end", "reason": str(error), "exit_code": error.exit_code})
 
@@ -256,24 +256,24 @@ class Member:
         Raises:
             LaunchError: it closed the connection because it has ended, or does not come back.
         """
-        lost = f"the host that leads the job ({self._address} port {self._port}) was lost: {why}"
+        reason = f"the host that leads the job ({self._address} port {self._port}) was lost: {why}"
         if self.leads or not self._comes_back:
-            raise LaunchError(lost)
+            raise LaunchError(reason)
         if silent:
-            self._forget(lost)
+            self._forget(reason)
             return await self._dial(again=True)
         try:  # it may have lost us first
             connection = await dial(self._address, self._port, self._key, "host")
         except (OSError, asyncio.TimeoutError, LaunchError):
-            raise LaunchError(lost) from None
-        self._forget(lost)
+            raise LaunchError(reason) from None
+        self._forget(reason)
         return connection
 
-    def _forget(self, lost: str) -> None:
+    def _forget(self, reason: str) -> None:
         """Drops what was to be said to a leader that is no longer there, and has this host's agent meet anew."""
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
-        self._tell(f"{lost}; this host stops its workers and joins again")
+        self._tell(f"{reason}; this host stops its workers and joins again")
         self._enqueue({"type": "regroup"})
 
     async def _speak(self, writer: asyncio.StreamWriter) -> None:
@@ -296,11 +296,11 @@ class Member:
             LaunchError: it was not there in time, or something else is.
         """
         begun_s = time.monotonic()
-        where, said, pause_s = f"{self._address} port {self._port}", False, 0.1
+        where, has_said, pause_s = f"{self._address} port {self._port}", False, 0.1
         while True:
             dialled_s = time.monotonic()
             try:
-                return await dial(self._address, self._port, self._key, "host", known=again)
+                return await dial(self._address, self._port, self._key, "host", is_known=again)
             except asyncio.TimeoutError:
                 why = "no answer"
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
@@ -319,8 +319,8 @@ class Member:
                     f"could not reach the host that leads the job within {self._join_timeout_s:g} s: {where}: {why}."
                     + " Is the command running there, with the same --master-addr and --master-port?" * (not again)
                 )
-            if waited_s > _SAY_AFTER_S and not said:
-                said = True
+            if waited_s > _SAY_AFTER_S and not has_said:
+                has_said = True
                 self._say(f"photinus: waiting for the host that leads the job, at {where} ({why})\n", False)
             await asyncio.sleep(max(0.0, pause_s - (time.monotonic() - dialled_s)))
             pause_s = min(1.0, pause_s * 1.5)

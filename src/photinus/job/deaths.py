@@ -84,9 +84,9 @@ class Raised:
             own = data.get("photinus")
             # torch's own @record wrote it, with neither the chain nor an exit code.
             if own is None:
-                type_name, _, said = str(message["message"]).partition(": ")
-                return cls(((type_name, said),), traceback)
-            chain = tuple((str(name), str(said)) for name, said in own["chain"])
+                type_name, _, explanation = str(message["message"]).partition(": ")
+                return cls(((type_name, explanation),), traceback)
+            chain = tuple((str(name), str(explanation)) for name, explanation in own["chain"])
             facts = int(own["exit_code"]), float(own["raised_at_s"]), str(own["place"]), tuple(map(str, own["by"]))
             return cls(chain, traceback, *facts) if chain else None
         except (ValueError, TypeError, KeyError, AttributeError):  # half-written by a worker that was then killed
@@ -279,8 +279,8 @@ def _last_lines_tell(death: Death) -> bool:
     if death.raised is not None and death.raised.traceback.strip():
         return False
     # Scripts often print what they raise or exit with.
-    said = "" if death.raised is None else death.raised.text
-    return any(line.strip() not in said for line in death.last_lines)
+    text = "" if death.raised is None else death.raised.text
+    return any(line.strip() not in text for line in death.last_lines)
 
 
 def _headline(death: Death) -> str:
@@ -369,8 +369,8 @@ def _shorten(lines: list[str]) -> list[str]:
 
 def suspension_words(suspensions: Sequence[Raised]) -> str:
     """`suspended at step 120, saved in PATH`: what the first worker says that says something."""
-    said = next((raised.text for raised in suspensions if raised.text), "")
-    return f"suspended at {said}" if said else "suspended"
+    text = next((raised.text for raised in suspensions if raised.text), "")
+    return f"suspended at {text}" if text else "suspended"
 
 
 def suspension_text(deaths: Sequence[Death], *, world_size: int, delay_s: float) -> str:

@@ -85,9 +85,9 @@ def read_scheduler(environ: Mapping[str, str]) -> Told | None:
     for variables in (_OPEN_MPI, _MVAPICH2, _HYDRA):
         if variables is _HYDRA and _HYDRA.local_rank not in environ:
             continue
-        told = _read(variables, environ)
-        if told is not None:
-            return told
+        place = _read(variables, environ)
+        if place is not None:
+            return place
     step = slurm_step(environ)
     if step is not None:
         return Told(

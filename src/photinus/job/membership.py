@@ -141,8 +141,8 @@ class Membership:
     _finished: set[int] = field(default_factory=set)
     _any_rank_ended: bool = False
     _reports: dict[int, Report] = field(default_factory=dict)
-    _lost: list[str] = field(default_factory=list)
-    _left: bool = False  # one of those went by itself, and does not come back
+    _losses: list[str] = field(default_factory=list)
+    _any_exited: bool = False  # one of those went by itself, and does not come back
     _since_s: float | None = None  # gathering or settling began
     _enough_since_s: float | None = None
     _said_s: float | None = None
@@ -229,15 +229,15 @@ class Membership:
             return []
         # It had work to do, so the job cannot end well without it.
         if self.state == "running" and was_running and key not in self._finished:
-            return self._go_on_without(f"host {peer.name} {why}", now_s, left=not lost)
+            return self._go_on_without(f"host {peer.name} {why}", now_s, any_exited=not lost)
         if self.state == "running" and was_running:
             # Its workers had all ended well: only its launcher is missing, and nobody needs that.
             return self.finish(key, now_s)
         if self.state == "settling" and was_running:
             # What it reported is no longer the first cause: what the others saw may follow from its loss.
             self._reports.pop(key, None)
-            self._lost.append(f"host {peer.name} {why}")
-            self._left |= not lost
+            self._losses.append(f"host {peer.name} {why}")
+            self._any_exited |= not lost
             return self._settle(now_s)
         # It exited by itself, so the others would wait for it in vain. Before the first attempt the user may start it
         # again.
@@ -309,8 +309,8 @@ class Membership:
         self._finished.clear()
         self._any_rank_ended = False
         self._reports.clear()
-        self._lost.clear()
-        self._left = False
+        self._losses.clear()
+        self._any_exited = False
         return [Form(self._running, self.attempt)]
 
     def _gather(self, now_s: float) -> None:
@@ -326,12 +326,12 @@ class Membership:
         # Those that have nothing running any more need not be asked twice.
         return [Regroup(keys, reason, unharmed), *self.tick(now_s)]
 
-    def _go_on_without(self, reason: str, now_s: float, *, left: bool) -> list[Act]:
+    def _go_on_without(self, reason: str, now_s: float, *, any_exited: bool) -> list[Act]:
         """Hosts went while they were needed: hosts that may come and go meet anew, others if a restart is left."""
         if not self.is_fixed:
             return self._regroup(reason, now_s)
         # A host that exits by itself does not come back for a restart; one that was lost may.
-        return self._end(reason, _FAILED) if left else self._start_again(reason, now_s)
+        return self._end(reason, _FAILED) if any_exited else self._start_again(reason, now_s)
 
     def _start_again(self, reason: str, now_s: float) -> list[Act]:
         restart = self.spend_restart()
@@ -342,8 +342,8 @@ class Membership:
         if any(peer.key not in self._reports for peer in there):
             return []
         # A lost host is the cause of what the others saw, so their reports would blame the wrong rank.
-        if self._lost:
-            return self._go_on_without("; ".join(self._lost), now_s, left=self._left)
+        if self._losses:
+            return self._go_on_without("; ".join(self._losses), now_s, any_exited=self._any_exited)
         reports = tuple(self._reports[peer.key] for peer in there)
         keys = tuple(peer.key for peer in there)
         return [Decide(reports, keys, sum(peer.workers for peer in self._running), self.attempt)]

@@ -44,9 +44,9 @@ def own_address(name: str, others: Sequence[str] = ()) -> str:
         if name != socket.gethostname():
             raise
         found = []
-    named = [address for address in found if not is_loopback(address)]
-    if named or (found and not means_this_host(name, found)):
-        return (named or found)[0]
+    addresses = [address for address in found if not is_loopback(address)]
+    if addresses or (found and not means_this_host(name, found)):
+        return (addresses or found)[0]
     for other in (*others, _ELSEWHERE):
         with contextlib.suppress(OSError):
             address = reaches_from(reachable_address(other))
@@ -91,27 +91,27 @@ def addresses_of_interfaces(names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: there is no such interface, or it has no address; lists those that have one.
     """
-    known: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     for name, address, _ in interfaces():
-        known.setdefault(name, str(address))
+        addresses.setdefault(name, str(address))
     for name in names:
-        if name not in known:
+        if name not in addresses:
             there = name in [other for _, other in socket.if_nameindex()]
             raise ValueError(
                 f"network card {name} of host {socket.gethostname()} "
                 f"{'has no address that other hosts can reach' if there else 'does not exist'}; cards with one: "
-                f"{', '.join(f'{other} ({address})' for other, address in known.items()) or 'none'}"
+                f"{', '.join(f'{other} ({address})' for other, address in addresses.items()) or 'none'}"
             )
-    return [known[name] for name in names]
+    return [addresses[name] for name in names]
 
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has this address, None when none has it."""
     if "%" in address:
         return address.partition("%")[2]
-    wanted = _parse(address)
+    ip = _parse(address)
     for name, own, flags in interfaces():
-        if wanted == own or (wanted.is_loopback and flags & _LOOPBACK_FLAG):
+        if ip == own or (ip.is_loopback and flags & _LOOPBACK_FLAG):
             return name
     return None
 
@@ -123,8 +123,8 @@ def is_loopback(address: str) -> bool:
 
 def is_own(address: str) -> bool:
     """Return whether this host has the address. (A bind proves nothing: net.ipv4.ip_nonlocal_bind allows all.)"""
-    wanted = _parse(address)
-    return wanted.is_loopback or wanted.is_unspecified or any(wanted == own for _, own, _ in _all_addresses())
+    ip = _parse(address)
+    return ip.is_loopback or ip.is_unspecified or any(ip == own for _, own, _ in _all_addresses())
 
 
 def interfaces() -> list[tuple[str, Address, int]]:

@@ -62,17 +62,17 @@ def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
     address, port = environ.get("MASTER_ADDR") or None, _given_port(environ)
     if address is not None and port is not None:
         return Rendezvous(address, port)
-    told = read_scheduler(environ)
-    if told is None or told.launcher != world.launcher:
+    place = read_scheduler(environ)
+    if place is None or place.launcher != world.launcher:
         missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
         raise NotInitializedError(
             f"this job has {world.world_size} processes (from {world.launcher}), but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot find each other. Start with "
             f"`photinus run` or torchrun, or export the address of rank 0's host and a free port."
         )
-    if told.step is not None:
-        return _of_step(told.step, address, port)
-    return _of_mpi(world, told, environ, address, port)
+    if place.step is not None:
+        return _of_step(place.step, address, port)
+    return _of_mpi(world, place, environ, address, port)
 
 
 def port_of(number: int, step: int = 0) -> int:
@@ -97,14 +97,14 @@ def _of_step(step: SlurmStep, address: str | None, port: int | None) -> Rendezvo
     return Rendezvous(address, port, f"slurm {step.job_id}.{step.step_id}", step.hosts, source)
 
 
-def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str | None, port: int | None) -> Rendezvous:
-    export = "-x MASTER_ADDR={}" if told.launcher == "Open MPI" else "-genv MASTER_ADDR {}"
-    one_host = told.local_world_size == world.world_size
+def _of_mpi(world: World, place: Told, environ: Mapping[str, str], address: str | None, port: int | None) -> Rendezvous:
+    export = "-x MASTER_ADDR={}" if place.launcher == "Open MPI" else "-genv MASTER_ADDR {}"
+    one_host = place.local_world_size == world.world_size
     if address is None:
         address = _LOOPBACK if one_host else _host_of_mpirun(environ)
     if address is None:
         raise NotInitializedError(
-            f"{told.launcher} started {world.world_size} processes on several hosts, {world.local_world_size} of them "
+            f"{place.launcher} started {world.world_size} processes on several hosts, {world.local_world_size} of them "
             f"here, but no variable names the host of rank 0. Give it: mpirun {export.format('HOST-OF-RANK-0')} ..."
         )
     job = _job_of_mpi(environ)
@@ -114,13 +114,13 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
         if port is None:
             both = f"{export.format(address)} {export.format('PORT').replace('MASTER_ADDR', 'MASTER_PORT')}"
             raise NotInitializedError(
-                f"{told.launcher} started {world.world_size} processes, but set no job number from which to choose "
+                f"{place.launcher} started {world.world_size} processes, but set no job number from which to choose "
                 f"a port. Give a free port: mpirun {both} ..."
             )
         job = f"port {port}"
     if port is None:
         port = port_of(int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big"))
-    return Rendezvous(address, port, f"mpi {job}", (), f"the job of {told.launcher}")
+    return Rendezvous(address, port, f"mpi {job}", (), f"the job of {place.launcher}")
 
 
 def _job_of_mpi(environ: Mapping[str, str]) -> str | None:

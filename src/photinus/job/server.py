@@ -149,13 +149,13 @@ class Leader:
         if peer.leads:
             self._own = key
         grace_s = self._rules.heartbeat_timeout_s
-        why, lost = "was lost: its launcher closed the connection", True
+        why, is_lost = "was lost: its launcher closed the connection", True
         try:
             while True:
                 message = await channel.hear(reader, f"host {peer.name}", grace_s, self._tell)
                 self._heard_s[key] = time.monotonic()
                 if message["type"] == "leave":
-                    why, lost = str(message["reason"]), False
+                    why, is_lost = str(message["reason"]), False
                     if peer.leads:
                         self._carry_out(self._rules.end(f"host {peer.name} {why}", int(message["exit_code"])))
                     return
@@ -165,7 +165,7 @@ class Leader:
         except OSError as error:
             why = f"was lost: {error.strerror or error}"
         except (channel.MessageError, KeyError, TypeError, ValueError) as error:
-            why, lost = f"sent an invalid message: {error}", False
+            why, is_lost = f"sent an invalid message: {error}", False
         except asyncio.IncompleteReadError:
             pass
         finally:
@@ -173,7 +173,7 @@ class Leader:
             self._heard_s.pop(key, None)
             if peer.leads:  # it has the store
                 self._carry_out(self._rules.end(f"host {peer.name}, which leads, {why}", 1))
-            self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=lost))
+            self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=is_lost))
 
     async def _admit(self, peer: membership.PeerHost, writer: asyncio.StreamWriter) -> membership.PeerHost:
         """Takes a host in. Without a place it waits while another host is silent: that may be this one, started again.
@@ -205,11 +205,11 @@ class Leader:
             raise membership.RefusedHostError(
                 f"{host} has photinus {version}, the host that leads has {__version__}; install the same on all hosts"
             )
-        wanted = (self._rules.least, self._rules.most)
-        if hosts != wanted:
+        limits = (self._rules.least, self._rules.most)
+        if hosts != limits:
             raise membership.RefusedHostError(
                 f"{host} was started with --nnodes {_nnodes_text(hosts)}, the host that leads with "
-                f"{_nnodes_text(wanted)}"
+                f"{_nnodes_text(limits)}"
             )
         if self._torch is None:
             self._torch = torch

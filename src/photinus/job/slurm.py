@@ -160,11 +160,11 @@ def slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
         return None
     hosts = _number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     per_host = _read(environ, ("SLURM_TASKS_PER_NODE",), tasks_per_host)
-    asked = _number(environ, "SLURM_NTASKS", "SLURM_NPROCS")
-    if asked is None and (each := _number(environ, "SLURM_NTASKS_PER_NODE")) is not None:
-        asked = each * hosts
+    tasks = _number(environ, "SLURM_NTASKS", "SLURM_NPROCS")
+    if tasks is None and (each := _number(environ, "SLURM_NTASKS_PER_NODE")) is not None:
+        tasks = each * hosts
     # Without a number of tasks, TASKS_PER_NODE counts the cores: nobody asked for so many processes.
-    return SlurmJob(job_id, tasks=asked or 1, hosts=max(hosts, len(per_host)))
+    return SlurmJob(job_id, tasks=tasks or 1, hosts=max(hosts, len(per_host)))
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
@@ -205,12 +205,12 @@ def reachable_address(host: str) -> str:
     if shutil.which("scontrol") is None:
         return host
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             ["scontrol", "--oneliner", "show", "node", host], capture_output=True, text=True, timeout=10.0, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return host
-    match = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+    match = re.search(r"\bNodeAddr=(\S+)", result.stdout)
     return match[1] if match else host
 
 

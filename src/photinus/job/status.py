@@ -37,7 +37,7 @@ class Status:
     out: str = ""
 
 
-_told = Status()
+_status = Status()
 _file: int | None = None
 _counts = True  # as long as nobody who knows better has told of steps
 
@@ -46,14 +46,14 @@ def tell(
     *, letter: str | None = None, steps: int | None = None, saved: int | None = None, out: str | None = None
 ) -> None:
     """Tells what has changed."""
-    global _told, _counts
+    global _status, _counts
     _counts = _counts and steps is None
     _write(
         Status(
-            _told.letter if letter is None else letter,
-            _told.steps if steps is None else steps,
-            _told.saved if saved is None else saved,
-            _told.out if out is None else out,
+            _status.letter if letter is None else letter,
+            _status.steps if steps is None else steps,
+            _status.saved if saved is None else saved,
+            _status.out if out is None else out,
         )
     )
 
@@ -68,7 +68,7 @@ def count_optimizer_steps() -> None:
 
     def count(_: object) -> None:
         if _counts and not torch.compiler.is_compiling():
-            _write(replace(_told, steps=_told.steps + 1))
+            _write(replace(_status, steps=_status.steps + 1))
 
     OptimizerSteps(ended=count)
 
@@ -81,8 +81,8 @@ def read(text: str) -> Status:
 
 
 def _write(status: Status) -> None:
-    global _told, _file
-    _told = status
+    global _status, _file
+    _status = status
     path = env.STATUS_FILE.get() if _file is None else None
     if path is not None:
         with contextlib.suppress(OSError):  # inherited from a launcher that is gone, or not our own: nobody reads

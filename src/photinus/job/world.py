@@ -53,47 +53,47 @@ class World:
         """
         environ = os.environ if environ is None else environ
         by_torchrun, by_scheduler = read_torchrun(environ), read_scheduler(environ)
-        meant = env.EXPECTED_WORLD_SIZE.get(environ)
-        told = by_torchrun or (None if meant == 1 else by_scheduler)  # 1: each of the scheduler's tasks is alone
-        world = cls() if told is None else cls._from(told)
-        if meant is not None and meant != world.world_size:
+        job_size = env.EXPECTED_WORLD_SIZE.get(environ)
+        place = by_torchrun or (None if job_size == 1 else by_scheduler)  # 1: each of the scheduler's tasks is alone
+        world = cls() if place is None else cls._from(place)
+        if job_size is not None and job_size != world.world_size:
             raise WorldSizeError(
-                f"the launcher expects a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "
-                f"process finds a world of {world.world_size}. Do not change RANK or WORLD_SIZE in the script; start "
-                f"it with `photinus run --nproc-per-node N` for another size."
+                f"the launcher expects a world of {job_size} processes ({env.EXPECTED_WORLD_SIZE.name}={job_size}), "
+                f"but this process finds a world of {world.world_size}. Do not change RANK or WORLD_SIZE in the "
+                f"script; start it with `photinus run --nproc-per-node N` for another size."
             )
-        if meant is None and by_torchrun is not None and by_scheduler is not None:
+        if job_size is None and by_torchrun is not None and by_scheduler is not None:
             check_participants(world.world_size, by_scheduler, environ)
         return world
 
     @classmethod
-    def _from(cls, told: Told) -> World:
-        rank = -1 if told.rank is None else told.rank
-        world_size = -1 if told.world_size is None else told.world_size
+    def _from(cls, place: Told) -> World:
+        rank = -1 if place.rank is None else place.rank
+        world_size = -1 if place.world_size is None else place.world_size
         if rank == -1 and world_size in (-1, 0, 1):
             return cls()
-        rank_name, size_name, local_rank_name, local_size_name = told.names
+        rank_name, size_name, local_rank_name, local_size_name = place.names
         if rank < 0 or world_size < 1 or rank >= world_size:
             raise WorldSizeError(
-                f"{rank_name}={_show(told.rank)} and {size_name}={_show(told.world_size)} (from {told.launcher}) do "
+                f"{rank_name}={_show(place.rank)} and {size_name}={_show(place.world_size)} (from {place.launcher}) do "
                 f"not fit: a job of W processes needs both, with ranks 0 to W-1. Start with `photinus run` or "
                 f"torchrun, or unset both for one process."
             )
-        local_world_size = world_size if told.local_world_size is None else told.local_world_size
-        local_rank = rank if told.local_rank is None else told.local_rank
+        local_world_size = world_size if place.local_world_size is None else place.local_world_size
+        local_rank = rank if place.local_rank is None else place.local_rank
         if not 0 <= local_rank < local_world_size <= world_size:
             raise WorldSizeError(
                 f"{local_rank_name}={local_rank} but this host runs {local_world_size} processes of the job "
-                f"({local_size_name if told.local_world_size is not None else 'no variable has the number'}, from "
-                f"{told.launcher}), which has {world_size}."
+                f"({local_size_name if place.local_world_size is not None else 'no variable has the number'}, from "
+                f"{place.launcher}), which has {world_size}."
             )
-        host_rank = told.host_rank
+        host_rank = place.host_rank
         if host_rank is None:
             # Launchers fill hosts evenly and in order, or deal the ranks out (mpirun --map-by node). Some ranks have
             # the same place on their host either way; they are taken to be in order.
             hosts = -(-world_size // local_world_size)
             host_rank = rank % hosts if rank % local_world_size != local_rank else rank // local_world_size
-        return cls(rank, world_size, local_rank, local_world_size, host_rank, told.launcher)
+        return cls(rank, world_size, local_rank, local_world_size, host_rank, place.launcher)
 
 
 def _show(value: int | None) -> str:
