@@ -29,7 +29,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "compat": (0, 0, 11),
     "job": (0, 0, 0),
     "parallel": (0, 0, 54),
-    "run": (0, 0, 36),
+    "run": (0, 0, 0),
     "runlog": (0, 0, 13),
     "templates": (0, 0, 2),
     "tools": (0, 0, 47),

@@ -138,7 +138,7 @@ class Launcher:
         logs = plan("--log-dir", str(folder), *words)
         logs.base = folder.parent
         self.output.log_to(logs)
-        self.output._told = folder
+        self.output._log_folder = folder
         self.output.begin_attempt(0, folder.name)
         self.shown = b""
         self._reader = threading.Thread(target=self._read)

@@ -57,13 +57,13 @@ class OneHost:
 
     def order(self) -> Order | None:
         """Done, once the workers are; to meet again, when the store is lost and a restart is left."""
-        lost = self._store.loss()
-        if not lost:
+        loss = self._store.loss()
+        if not loss:
             return "done" if self._finished else None
         restart = self._policy.spend_restart()
         if not restart:
-            raise JobEndedError(f"{lost}. No restarts left (--max-restarts {self._job.spec.max_restarts})")
-        self._say(f"photinus: {lost}: starting all workers again ({restart})\n", True)
+            raise JobEndedError(f"{loss}. No restarts left (--max-restarts {self._job.spec.max_restarts})")
+        self._say(f"photinus: {loss}: starting all workers again ({restart})\n", True)
         return "regroup"
 
     def report_ended(self, ranks: Sequence[int]) -> None:
@@ -225,13 +225,13 @@ class Agent:
         if processes.any_failed():
             own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
             if own:
-                told = failure_text(
+                text = failure_text(
                     own,
                     finished=processes.finished_ranks(),
                     attempt=attempt,
                     next_step="starting all workers again",
                 )
-                self._output.say(told, alarm=True)
+                self._output.say(text, alarm=True)
         elif order == "save" and processes.can_suspend():
             words = self._suspend(processes)
             if words is not None:

@@ -80,15 +80,15 @@ def launch(
             f"open files, process groups, loggers with sockets) inside the function."
         ) from error
     _warn_of_cuda()
-    with _memory_file("call") as given, _memory_file("answers") as answers:
-        pickle.dump(sys.path, given)
-        given.write(call)
-        given.flush()
+    with _memory_file("call") as call_file, _memory_file("answers") as answers:
+        pickle.dump(sys.path, call_file)
+        call_file.write(call)
+        call_file.flush()
         command = [*python_command(), "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
         command += ["--oversubscribe"] if oversubscribe else []
         command += ["-m", "photinus.run.function"]
-        command += [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (given, answers)]
+        command += [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (call_file, answers)]
         code = run_launcher(command)
         last = read_answers(answers)
     if code != 0:
@@ -129,9 +129,9 @@ def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
 def _warn_of_cuda() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        held = torch.cuda.memory_reserved() / (1 << 20)
+        mib = torch.cuda.memory_reserved() / (1 << 20)
         warnings.warn(
-            f"this process uses CUDA, and keeps {held:.0f} MiB of a GPU on which a rank will train. The ranks are new "
+            f"this process uses CUDA, and keeps {mib:.0f} MiB of a GPU on which a rank will train. The ranks are new "
             f"processes, so they work. If GPU memory is short, restart this process before you call launch.",
             stacklevel=3,
         )
@@ -185,10 +185,10 @@ def _is_file(stream: Any, number: int) -> bool:
         return False
 
 
-def _first_error(told: Mapping[int, tuple[str, bytes]], code: int) -> str:
+def _first_error(answers: Mapping[int, tuple[str, bytes]], code: int) -> str:
     """The earliest failure that a rank could write down and that is not only another's consequence, if there is one."""
     found = []
-    for rank, (kind, data) in told.items():
+    for rank, (kind, data) in answers.items():
         raised = Raised.from_json(data.decode()) if kind == "error" else None
         if raised is not None and raised.raised_at_s is not None:
             found.append((raised.lost_a_peer, raised.raised_at_s, rank, raised.traceback))

@@ -85,14 +85,14 @@ def supervise(spec: JobSpec) -> int:
             with interrupts.raise_at_once():
                 # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
                 member = _join(stack, spec, job_id, environ, output)
-                chosen, gpus = _choose_workers(spec, environ)
+                workers, gpus = _choose_workers(spec, environ)
         except Interrupted:
             return _report_interrupt(spec, interrupts, output, 0)
-        if chosen.reason:
+        if workers.reason:
             where = "" if (name := spec.started_as) is None else f"host {name}: "
-            plural = "s" if chosen.count != 1 else ""
-            output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
-        job = Job(spec, job_id, chosen.count, environ, gpus, temporary)
+            plural = "s" if workers.count != 1 else ""
+            output.say(f"photinus: {where}{workers.count} worker{plural} ({workers.reason})\n")
+        job = Job(spec, job_id, workers.count, environ, gpus, temporary)
         logs = Logs(spec.logs)
         logs.check(job.local_world_size)
         if spec.dry_run:
@@ -108,11 +108,11 @@ def supervise(spec: JobSpec) -> int:
         except Interrupted:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command resumes from there\n")
-            return _report_interrupt(spec, interrupts, output, chosen.count * agent.ended_workers)
+            return _report_interrupt(spec, interrupts, output, workers.count * agent.ended_workers)
         except JobEndedError:
             # A signal to all hosts: another's end is no news then, if it arrives first.
             if interrupts.comes_within(_SIGNAL_TO_ALL_S if spec.started_as is not None else 0.0):
-                return _report_interrupt(spec, interrupts, output, chosen.count * agent.ended_workers)
+                return _report_interrupt(spec, interrupts, output, workers.count * agent.ended_workers)
             raise
     if verdict is None:
         return 0
@@ -136,12 +136,12 @@ def _choose_workers(spec: JobSpec, environ: MutableMapping[str, str]) -> tuple[W
     """
     is_xpu = spec.nproc_per_node == "xpu"
     gpus = functools.cache(functools.partial(count_gpus, "xpu" if is_xpu else "cuda"))
-    wanted = "gpu" if is_xpu else spec.nproc_per_node
+    request = "gpu" if is_xpu else spec.nproc_per_node
     if spec.devices is not None:
         environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(spec.devices, environ.get(VISIBLE))
-        wanted = len(spec.devices) * spec.ranks_per_gpu
-    chosen = choose_worker_count(
-        wanted,
+        request = len(spec.devices) * spec.ranks_per_gpu
+    workers = choose_worker_count(
+        request,
         cpu_only=spec.cpu,
         gpus=gpus,
         cores=usable_cores,
@@ -151,7 +151,7 @@ def _choose_workers(spec: JobSpec, environ: MutableMapping[str, str]) -> tuple[W
     if spec.devices is not None:
         check_devices(spec.devices, gpus())
     present = gpus() if gpus.cache_info().currsize else 0  # not asked where GPUs do not matter
-    return chosen, gpu_names(chosen.count, present, environ.get(VISIBLE), spec.ranks_per_gpu)
+    return workers, gpu_names(workers.count, present, environ.get(VISIBLE), spec.ranks_per_gpu)
 
 
 def _has_torch() -> bool:

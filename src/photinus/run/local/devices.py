@@ -44,11 +44,11 @@ def count_gpus(kind: str = "cuda") -> int:
         return 0
     question = f"import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=environ)
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-        raise DeviceError(f"torch cannot count the GPUs of this host: {said[0]}")
-    return int(asked.stdout.split()[-1])
+    process = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=environ)
+    if process.returncode != 0:
+        lines = process.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        raise DeviceError(f"torch cannot count the GPUs of this host: {lines[0]}")
+    return int(process.stdout.split()[-1])
 
 
 def visible_devices(numbers: Sequence[int], visible: str | None) -> str:
@@ -86,7 +86,7 @@ def gpu_names(workers: int, present: int, visible: str | None, ranks_per_gpu: in
 
 
 def choose_worker_count(
-    wanted: int | str,
+    request: int | str,
     *,
     cpu_only: bool,
     gpus: Callable[[], int],
@@ -97,7 +97,7 @@ def choose_worker_count(
     """Turns `--nproc-per-node` into a number of workers for this host.
 
     Args:
-        wanted: a number above 0, or "auto" (GPUs if there are any, else cores), "gpu", "cpu".
+        request: a number above 0, or "auto" (GPUs if there are any, else cores), "gpu", "cpu".
         cpu_only: the workers see no GPU (`--cpu`), so GPUs neither count nor limit.
         gpus: number of GPUs; asked only when it matters, since it needs torch.
         cores: number of usable cores.
@@ -108,32 +108,32 @@ def choose_worker_count(
         UsageError: a number that must be a slip: too many for the cores.
         DeviceError: GPUs were asked for and there is none, or there are fewer than workers.
     """
-    if isinstance(wanted, int):
+    if isinstance(request, int):
         present = 0 if cpu_only else gpus()
-        if 0 < present * ranks_per_gpu < wanted:
+        if 0 < present * ranks_per_gpu < request:
             room = "each worker needs its own" if ranks_per_gpu == 1 else f"each GPU takes {ranks_per_gpu}"
             raise DeviceError(
-                f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {present} "
+                f"--nproc-per-node {request} asks for {request} workers, but this host has {present} "
                 f"GPU{'s' if present > 1 else ''}, and {room}. Give --nproc-per-node {present * ranks_per_gpu}, or "
-                f"--cpu to train on the CPU. (--ranks-per-gpu {-(-wanted // present)} lets them share, for testing.)"
+                f"--cpu to train on the CPU. (--ranks-per-gpu {-(-request // present)} lets them share, for testing.)"
             )
-        if present == 0 and wanted > _MOST_PER_CORE * cores() and not oversubscribe:
+        if present == 0 and request > _MOST_PER_CORE * cores() and not oversubscribe:
             raise UsageError(
-                f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {cores()} usable "
+                f"--nproc-per-node {request} asks for {request} workers, but this host has {cores()} usable "
                 f"core{'s' * (cores() > 1)} and no GPU. More than {_MOST_PER_CORE} per core "
                 f"({_MOST_PER_CORE * cores()} here) only take turns. To start them all the same, add --oversubscribe."
             )
-        return WorkerCount(wanted)
-    asked = wanted == "gpu" or (wanted == "auto" and not cpu_only)
-    present = gpus() if asked else 0
+        return WorkerCount(request)
+    looks_for_gpus = request == "gpu" or (request == "auto" and not cpu_only)
+    present = gpus() if looks_for_gpus else 0
     if present > 0:
         why = "one per GPU" if ranks_per_gpu == 1 else f"{ranks_per_gpu} per GPU"
         return WorkerCount(present * ranks_per_gpu, why)
-    if wanted == "gpu":
+    if request == "gpu":
         hidden = os.environ.get(VISIBLE)
         raise DeviceError(
             "--nproc-per-node gpu asks for one worker per GPU, but torch sees 0 GPUs here"
             + (f" ({VISIBLE}={hidden!r})" if hidden is not None else "")
             + f". Give a number, or cpu for one worker per usable core ({cores()} here)."
         )
-    return WorkerCount(cores(), "one per usable core" + ("; torch sees no GPU here" if asked else ""))
+    return WorkerCount(cores(), "one per usable core" + ("; torch sees no GPU here" if looks_for_gpus else ""))

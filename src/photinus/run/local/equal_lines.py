@@ -28,7 +28,7 @@ class EqualLines:
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
-        self._held: deque[_Line] = deque()
+        self._queue: deque[_Line] = deque()
         self._equal: defaultdict[bytes, deque[_Line]] = defaultdict(deque)  # by text, in their order
         self._last: dict[int, int] = {}  # by rank: the number of its last line
         self._count = 0
@@ -40,7 +40,7 @@ class EqualLines:
             if not equal or equal[-1].number <= last:
                 line = _Line(self._count, text, set(), now_s)
                 self._count += 1
-                self._held.append(line)
+                self._queue.append(line)
                 equal.append(line)
             else:
                 line = equal[bisect_right(equal, last, key=lambda each: each.number)]
@@ -49,23 +49,23 @@ class EqualLines:
 
     def due_s(self) -> float | None:
         """When the next line has waited long enough; None when none waits."""
-        return self._held[0].since_s + HOLD_S if self._held else None
+        return self._queue[0].since_s + HOLD_S if self._queue else None
 
     def take(self, now_s: float, host: str = "") -> bytes:
         """The lines that need not wait any longer, each with its ranks before it; `host` stands before those."""
-        taken = []
-        while self._held and self._is_due(self._held[0], now_s):
-            line = self._held.popleft()
+        parts = []
+        while self._queue and self._is_due(self._queue[0], now_s):
+            line = self._queue.popleft()
             equal = self._equal[line.text]
             equal.popleft()  # the oldest of all is the oldest of its text
             if not equal:
                 del self._equal[line.text]
             where = f"{host}:" if host else ""
-            taken.append(f"[{where}{ranges(line.ranks)}] ".encode() + line.text + b"\n")
-        return b"".join(taken)
+            parts.append(f"[{where}{ranges(line.ranks)}] ".encode() + line.text + b"\n")
+        return b"".join(parts)
 
     def _is_due(self, line: _Line, now_s: float) -> bool:
-        return line.ranks >= self.ranks or now_s - line.since_s >= HOLD_S or len(self._held) > _MOST_HELD
+        return line.ranks >= self.ranks or now_s - line.since_s >= HOLD_S or len(self._queue) > _MOST_HELD
 
 
 def ranges(ranks: Iterable[int]) -> str:

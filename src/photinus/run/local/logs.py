@@ -44,8 +44,8 @@ class Logs:
 
     def terminal_streams(self, local_rank: int) -> Streams:
         """The streams of a worker that are written to the terminal."""
-        shown = self._spec.shown_local_ranks
-        if shown is not None and local_rank not in shown:
+        ranks = self._spec.shown_local_ranks
+        if ranks is not None and local_rank not in ranks:
             return frozenset()
         return BOTH - (_of(self._redirects, local_rank) - _of(self._tee, local_rank))
 
@@ -56,9 +56,9 @@ class Logs:
 
     def check(self, local_world_size: int) -> None:
         """Raises UsageError when a flag names a worker that this host does not have."""
-        shown = dict.fromkeys(self._spec.shown_local_ranks or (), BOTH)
-        for flag, named in (("--redirects", self._redirects), ("--tee", self._tee), ("--local-ranks-filter", shown)):
-            absent = [rank for rank in named if rank >= local_world_size]
+        visible = dict.fromkeys(self._spec.shown_local_ranks or (), BOTH)
+        for flag, ranks in (("--redirects", self._redirects), ("--tee", self._tee), ("--local-ranks-filter", visible)):
+            absent = [rank for rank in ranks if rank >= local_world_size]
             if absent:
                 there = "only local rank 0" if local_world_size == 1 else f"local ranks 0 to {local_world_size - 1}"
                 raise UsageError(f"{flag} names local rank {min(absent)}, but this host runs {there}.")

@@ -49,7 +49,7 @@ class _Stream:
 
     rank: int
     target: int  # the launcher's stdout or stderr
-    shown: bool
+    is_shown: bool
     as_it_comes: bool  # rank 0's, in which nothing is changed
     last: deque[str]  # its rank's last lines, of both streams
     file: LogFile | None = None
@@ -66,7 +66,7 @@ class Output:
     _attempt: tuple[str, int] = ("", 0)  # the job's id, and how often its workers were started before
     _host: str = ""
     _equal: dict[int, EqualLines] = field(default_factory=dict)  # by where they go, behind the lock of that
-    _told: Path | None = None
+    _log_folder: Path | None = None
     _files: dict[int, dict[str, Path]] = field(default_factory=dict)
     _last: dict[int, deque[str]] = field(default_factory=dict)
     _warned: bool = False
@@ -112,8 +112,8 @@ class Output:
         """
         self._attempt, self._host = (job_id, attempt), host
         folder = None if self._logs is None else self._logs.folder(job_id)
-        if self._logs is not None and folder != self._told:
-            self._told = folder
+        if self._logs is not None and folder != self._log_folder:
+            self._log_folder = folder
             self.say(f"photinus: {self._logs.describe(folder)}\n")
         with self._quiet:
             self._files.clear()
@@ -129,7 +129,7 @@ class Output:
         """
         logs = self._logs
         files = {} if logs is None else logs.files(*self._attempt, rank, local_rank)
-        shown = BOTH if logs is None else logs.terminal_streams(local_rank)
+        visible = BOTH if logs is None else logs.terminal_streams(local_rank)
         with self._quiet:
             self._files[rank] = files
             self._last[rank] = deque(maxlen=_LAST_LINES)
@@ -137,13 +137,13 @@ class Output:
         inherited = [
             name
             for name, target in targets.items()
-            if rank == 0 and name in shown and name not in files and _is_lasting_terminal(target)
+            if rank == 0 and name in visible and name not in files and _is_lasting_terminal(target)
         ]
-        if not inherited and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
-            both = self._add(self._stream(rank, "out", shown, files))
+        if not inherited and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not visible):
+            both = self._add(self._stream(rank, "out", visible, files))
             return both, os.dup(both)
         out, err = (
-            None if name in inherited else self._add(self._stream(rank, name, shown, files)) for name in targets
+            None if name in inherited else self._add(self._stream(rank, name, visible, files)) for name in targets
         )
         return out, err
 
@@ -186,16 +186,16 @@ class Output:
             self._show_held(target, at_end=True)
         self._selector.close()
 
-    def _stream(self, rank: int, name: str, shown: frozenset[str], files: dict[str, Path]) -> _Stream:
+    def _stream(self, rank: int, name: str, visible: frozenset[str], files: dict[str, Path]) -> _Stream:
         target = self.stdout if name == "out" else self.stderr
-        if rank and name in shown:
+        if rank and name in visible:
             self._equal[target].ranks.add(rank)
         return _Stream(
             rank,
             target,
-            shown=name in shown,
+            is_shown=name in visible,
             as_it_comes=rank == 0,
-            last=self._last[rank] if rank or name not in shown or name in files else deque(maxlen=0),  # seen above
+            last=self._last[rank] if rank or name not in visible or name in files else deque(maxlen=0),  # seen above
             file=LogFile(files[name], self._warn) if name in files else None,
         )
 
@@ -229,15 +229,15 @@ class Output:
         """Of pipes that somebody keeps open: what is in them now, but no more than a pipe holds."""
         for key in list(self._selector.get_map().values()):
             os.set_blocking(key.fd, False)
-            taken = 0
-            while taken < _LEFT_LIMIT_BYTES and (piece := _read(key.fd)):
+            byte_count = 0
+            while byte_count < _LEFT_LIMIT_BYTES and (piece := _read(key.fd)):
                 self._take(key.data, piece)
-                taken += len(piece)
+                byte_count += len(piece)
 
     def _take(self, stream: _Stream, piece: bytes) -> None:
         if stream.file is not None and not stream.file.write(piece):
-            stream.file, stream.shown = None, True  # rather too much on the terminal than something lost
-        if stream.shown and stream.as_it_comes:
+            stream.file, stream.is_shown = None, True  # rather too much on the terminal than something lost
+        if stream.is_shown and stream.as_it_comes:
             self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
@@ -257,7 +257,7 @@ class Output:
         ]
         with self._quiet:
             stream.last.extend(text[:_LAST_LINE_CHARACTERS] for text in texts if text)
-        if stream.shown and not stream.as_it_comes:
+        if stream.is_shown and not stream.as_it_comes:
             with self._locks[stream.target]:
                 self._equal[stream.target].add(stream.rank, lines, time.monotonic())
             self._show_held(stream.target)
@@ -265,9 +265,9 @@ class Output:
     def _show_held(self, target: int, *, at_end: bool = False) -> None:
         """Shows the lines that have waited long enough for other ranks to say the same; `at_end`: all of them."""
         with self._locks[target]:
-            taken = self._equal[target].take(float("inf") if at_end else time.monotonic(), self._host)
-            if taken:
-                self._write_here(target, taken, clear=True)
+            lines = self._equal[target].take(float("inf") if at_end else time.monotonic(), self._host)
+            if lines:
+                self._write_here(target, lines, clear=True)
 
     def _finish(self, reading: int, stream: _Stream) -> None:
         self._selector.unregister(reading)
@@ -306,16 +306,16 @@ def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: F
     lines must go on reading them, or each worker waits for ever in its next print. A reader that does not go on is
     waited for, until `gives_up`.
     """
-    poll, left = select.poll(), memoryview(data)
+    poll, rest = select.poll(), memoryview(data)
     with contextlib.suppress(OSError):
         poll.register(target, select.POLLOUT)
-        while left:
+        while rest:
             if not poll.poll(_LOOK_MS):
                 if gives_up():
                     return
                 continue
             with contextlib.suppress(BlockingIOError):  # somebody made the terminal non-blocking
-                left = left[os.write(target, left[: select.PIPE_BUF]) :]  # for so much there is room
+                rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]  # for so much there is room
 
 
 def _read(reading: int) -> bytes:

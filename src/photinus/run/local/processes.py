@@ -235,14 +235,14 @@ class Processes:
         deadline = (self._asked_at_s or time.monotonic()) + grace_s
         for worker in self._workers:
             if worker.status is None:
-                asked, worker.asked_to_leave = worker.asked_to_leave, not worker.has_raised()
+                was_asked, worker.asked_to_leave = worker.asked_to_leave, not worker.has_raised()
                 # SIGINT would only make an interpreter that is still starting print where it was interrupted.
                 started = os.fstat(worker.fault_file).st_size > 0
                 ask_it = ask if started else signal.SIGTERM
                 if ask_it == signal.SIGTERM and worker.hears(ONLY_ASKED_BY_SIGTERM):
                     worker.ended_outright = True
                     ask_it = signal.SIGKILL
-                elif asked:
+                elif was_asked:
                     continue
                 worker.ask(ask_it)
         self._wait_for_ends(deadline, lambda: self._interrupts.forced)
@@ -263,14 +263,14 @@ class Processes:
         begun_s, waited_s, has_said = time.monotonic(), 0.0, False
         while not self._interrupts.received:
             self._others |= {pid for pid in self._leftovers() if not self._is_in_session(pid)}
-            left = self._leftovers()
-            if not left or waited_s >= grace_s:
+            leftovers = self._leftovers()
+            if not leftovers or waited_s >= grace_s:
                 return
             if waited_s > _SAY_LEFT_S and not has_said:
                 has_said = True
                 self._output.say(
                     f"photinus: all workers exited with code 0; waiting up to {grace_s:g} s (--stop-grace) for "
-                    f"{_names(left)}\n"
+                    f"{_names(leftovers)}\n"
                 )
             self.wait(min(0.1, grace_s - waited_s))
             waited_s = time.monotonic() - begun_s
@@ -408,8 +408,8 @@ class Processes:
         return True  # it has just ended
 
     def _kill(self) -> None:
-        if left := self._leftovers():
-            self._output.say(f"photinus: killed processes that the workers left running: {_names(left)}\n")
+        if leftovers := self._leftovers():
+            self._output.say(f"photinus: killed processes that the workers left running: {_names(leftovers)}\n")
         for worker in self._workers:
             worker.killed_by_us |= worker.status is None
             # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
@@ -425,8 +425,8 @@ class Processes:
             worker.process.wait()
             os.close(worker.pidfd)
         deadline = time.monotonic() + _LEFT_DIES_WITHIN_S
-        while (left := self._leftovers()) and time.monotonic() < deadline:
-            for pid in left:
+        while (leftovers := self._leftovers()) and time.monotonic() < deadline:
+            for pid in leftovers:
                 _signal(pid, signal.SIGKILL)
             time.sleep(0.002)
         for worker in self._workers:

@@ -110,18 +110,18 @@ def exported_variables(
     Raises:
         UsageError: --export names a variable that is not set, or a line of a file is wrong.
     """
-    chosen = {
+    variables = {
         name: value
         for name, value in environ.items()
         if (name.startswith(_FAMILIES) or name in _SINGLE) and not (name in _NEVER or name.startswith("TORCHELASTIC_"))
     }
     for file in files:
-        chosen |= _read_variables(file)
+        variables |= _read_variables(file)
     for name in export:
         if name not in environ:
             raise UsageError(f"--export {name}: {name} is not set here. Set it, or remove it from --export.")
-        chosen[name] = environ[name]
-    return chosen
+        variables[name] = environ[name]
+    return variables
 
 
 def variable_files(home: Path, here: Path) -> tuple[Path, ...]:

@@ -141,7 +141,7 @@ class RemoteHost:
         self._selector = selector
         self._ssh = ssh
         self._is_running = False  # `photinus run`: what comes from now on is its output
-        self._said = {"out": b"", "err": b""}
+        self._buffers = {"out": b"", "err": b""}
         self._marked = False
         self._unsent = bytearray()
         self._started_at_s = time.monotonic()
@@ -189,7 +189,7 @@ class RemoteHost:
         self._flush()
         status = self.process.poll()
         if status is not None and not self._more_to_read():
-            out, err = (self._said[name].decode(errors="replace") for name in ("out", "err"))
+            out, err = (self._buffers[name].decode(errors="replace") for name in ("out", "err"))
             if self._is_running:
                 self.ended = 128 - status if status < 0 else status
             elif self._marked:
@@ -197,9 +197,9 @@ class RemoteHost:
                 self.trouble = f"host {self.name}: ssh lost the connection" + (f" ({last[0]})." if last else ".")
             else:
                 how = f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
-                said = (err.strip() or out.strip() or "it printed nothing").rstrip(".")
+                output = (err.strip() or out.strip() or "it printed nothing").rstrip(".")
                 by_hand = f"{self._ssh} {self.host.destination} {sys.executable} -m photinus --version"
-                self.trouble = f"host {self.name}: ssh {how}: {said}. Try by hand: {by_hand}"
+                self.trouble = f"host {self.name}: ssh {how}: {output}. Try by hand: {by_hand}"
         elif self.hello is None and time.monotonic() > self._started_at_s + HELLO_S:
             self.trouble = (
                 f"host {self.name}: no answer within {HELLO_S:.0f} s, though ssh did not fail. Try by hand: "
@@ -231,17 +231,17 @@ class RemoteHost:
         elif self._is_running:
             self.output.append((name, data))
         else:
-            self._said[name] = (self._said[name] + data)[-_SAID_LIMIT_BYTES:]
+            self._buffers[name] = (self._buffers[name] + data)[-_SAID_LIMIT_BYTES:]
             if name == "out":
                 self._take_answers()
 
     def _take_answers(self) -> None:
         if not self._marked:
-            _, mark, after = self._said["out"].partition(MARK)  # a shell's start-up files may have printed something
+            _, mark, after = self._buffers["out"].partition(MARK)  # a shell's start-up files may have printed something
             if not mark:
                 return
-            self._marked, self._said["out"] = True, after
-        *lines, self._said["out"] = self._said["out"].split(b"\n")
+            self._marked, self._buffers["out"] = True, after
+        *lines, self._buffers["out"] = self._buffers["out"].split(b"\n")
         for line in lines:
             try:
                 self._take_answer(json.loads(line))

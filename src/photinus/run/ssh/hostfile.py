@@ -61,13 +61,13 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
 
 
 def _host(words: list[str], where: str) -> Host:
-    named = _NAME.fullmatch(words[0])
-    if named is None:
+    match = _NAME.fullmatch(words[0])
+    if match is None:
         raise UsageError(f"{where}: {words[0]!r} is not a host name. Write `node1 slots=4`.")
     mpich = _MPICH.fullmatch(words[0])
     if mpich is not None:
         raise UsageError(f"{where}: {words[0]} is MPICH's spelling; write `{mpich[1]} slots={mpich[2]}`.")
-    if named["name"].startswith("-"):  # ssh would take it for an option
+    if match["name"].startswith("-"):  # ssh would take it for an option
         raise UsageError(f"{where}: {words[0]!r} is not a host name: it starts with a dash.")
     slots: int | None = None
     for word in words[1:]:
@@ -83,4 +83,4 @@ def _host(words: list[str], where: str) -> Host:
             if slots is not None:
                 raise UsageError(f"{where}: slots is given twice, {slots} and {value}.")
             slots = int(value)
-    return Host(named["name"], slots, named["user"], where)
+    return Host(match["name"], slots, match["user"], where)

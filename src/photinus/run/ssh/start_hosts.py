@@ -252,8 +252,8 @@ class _Job:
 
     def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]
-        left = [host.name for host in self._hosts if not host.done] if self._signals_sent else []
-        silent = f"; {', '.join(left)} did not confirm in time" if left else ""
+        names = [host.name for host in self._hosts if not host.done] if self._signals_sent else []
+        silent = f"; {', '.join(names)} did not confirm in time" if names else ""
         self._say(f"ended by {number.name}: {what}{silent}")
         return 128 + number
 
