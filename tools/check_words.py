@@ -24,7 +24,7 @@ KINDS = ("openings", "messages", "participles")
 # Room -> most openings, messages and participles. Lower a figure when its room gets better. "top": the files directly
 # in the package.
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "backend": (0, 0, 52),
+    "backend": (0, 0, 0),
     "cli": (0, 0, 21),
     "compat": (0, 0, 11),
     "job": (0, 0, 0),

@@ -12,7 +12,7 @@ from photinus.backend.hosts import Member, choose_addresses
 def this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with two cards, of which the second has the way to 10.0.0.x."""
     addresses = {"eth0": "192.168.1.7", "eth1": "10.0.0.7", "lo": "127.0.0.1"}
-    monkeypatch.setattr(hosts, "_chosen", [])
+    monkeypatch.setattr(hosts, "_addresses", [])
     monkeypatch.setattr(hosts, "addresses_of_interfaces", lambda names: [addresses[name] for name in names])
     monkeypatch.setattr(hosts, "outside_addresses", lambda: ["192.168.1.7", "10.0.0.7"])
     monkeypatch.setattr(hosts, "reaches_from", lambda target: "10.0.0.7" if target.startswith("10.") else "192.168.1.7")
@@ -47,7 +47,7 @@ def test_hosts_that_are_one_machine_meet_on_loopback_unless_a_card_is_named(monk
     members = [Member(host, host, 1, "net", "127.0.0.1") for host in ("a", "b")]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert choose_addresses(members, 1) == ["127.0.0.1"]
-    monkeypatch.setattr(hosts, "_chosen", [])
+    monkeypatch.setattr(hosts, "_addresses", [])
     monkeypatch.setenv("PHOTINUS_INTERFACE", "eth1")
     assert choose_addresses(members, 1) == ["10.0.0.7"]
 
@@ -55,7 +55,7 @@ def test_hosts_that_are_one_machine_meet_on_loopback_unless_a_card_is_named(monk
 def test_named_cards_win_over_the_launchers_and_that_over_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert choose_addresses(_far("10.0.0.8"), 0) == ["192.168.1.7"]
-    monkeypatch.setattr(hosts, "_chosen", [])
+    monkeypatch.setattr(hosts, "_addresses", [])
     monkeypatch.setenv("PHOTINUS_INTERFACE", "eth1, eth0")
     assert choose_addresses(_far("10.0.0.8"), 0) == ["10.0.0.7", "192.168.1.7"]
 

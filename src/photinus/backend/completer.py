@@ -146,8 +146,8 @@ class Completer:
     def _serve(self) -> None:
         _native.go_on_at_exit()
         thread: Any = threading.current_thread()
-        while (taken := self._take()) is not None:
-            item, error = taken
+        while (entry := self._take()) is not None:
+            item, error = entry
             thread.runs_callback = True
             try:
                 item.complete(error)
@@ -157,7 +157,7 @@ class Completer:
             with self._lock:
                 self._unsettled.pop(id(item), None)
                 self._settled.notify_all()
-            del taken, item, error  # or an idle thread would keep the last operation's tensors
+            del entry, item, error  # or an idle thread would keep the last operation's tensors
 
     def _take(self) -> tuple[_Item, BaseException | None] | None:
         """Waits, counted as idle, for an item, and finishes its operation; None when this thread should end."""

@@ -35,7 +35,7 @@ class Request:
     Attributes:
         ours: the device types that we serve.
         devices: the other device types and the names of their backends, {"cuda": "nccl"}.
-        made: torch's own group, with the backends of the devices that stand before ours in the map.
+        torch_group: torch's own group, with the backends of the devices that stand before ours in the map.
         store: of the whole group.
         device: the accelerator that the group is bound to (init_process_group's device_id).
         split_from: the backend that NCCL may split off, if any.
@@ -44,17 +44,17 @@ class Request:
 
     ours: Sequence[str] = ("cpu", "cuda")
     devices: Mapping[str, str] = field(default_factory=dict)
-    made: dist.ProcessGroup | None = None
+    torch_group: dist.ProcessGroup | None = None
     store: Store | None = None
     device: torch.device | None = None
     split_from: Any = None
     options: Any = None
 
-    def for_a_part(self, kept: Sequence[torch.device] | None) -> Request:
+    def for_a_part(self, subset: Sequence[torch.device] | None) -> Request:
         """The same for a part of the group, on some of the devices (None: on all)."""
-        if kept is None:
+        if subset is None:
             return Request(self.ours, self.devices, device=self.device, options=self.options)
-        types = {device.type for device in kept}
+        types = {device.type for device in subset}
         devices = {device: name for device, name in self.devices.items() if device in types}
         # The CPU stays, because calls without tensors, like barriers, go over it.
         ours = [device for device in self.ours if device in types or device == "cpu"]
@@ -90,53 +90,53 @@ def find_request() -> Request:
     return Request(ours, devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options)
 
 
-def others(given: _DistributedBackendOptions, wanted: Request) -> tuple[dist.ProcessGroup, dict[str, str]]:
+def others(description: _DistributedBackendOptions, request: Request) -> tuple[dist.ProcessGroup, dict[str, str]]:
     """A torch group with the backends of all other devices, and for those that cannot be had, why.
 
     Raises:
         ValueError: a backend that cannot share a group with ours.
     """
-    store = wanted.store or given.store
-    group = dist.ProcessGroup(store, given.group_rank, given.group_size)
+    store = request.store or description.store
+    group = dist.ProcessGroup(store, description.group_rank, description.group_size)
     missing: dict[str, str] = {}
-    for device, name in wanted.devices.items():
-        made = None
-        if wanted.made is not None and any(known.type == device for known in wanted.made._device_types):
+    for device, name in request.devices.items():
+        backend = None
+        if request.torch_group is not None and any(each.type == device for each in request.torch_group._device_types):
             # It stands before ours in the map, so torch has made it already.
-            made = wanted.made._get_backend(torch.device(device))
+            backend = request.torch_group._get_backend(torch.device(device))
             kind = dist.Backend.backend_type_map.get(name, _TYPES.CUSTOM)
         elif name == "nccl" and not dist.is_nccl_available():
             # The same script may run on a machine without GPUs, so only a tensor on that device is an error.
             missing[device] = "this PyTorch is built without NCCL"
             continue
         else:
-            kind, made = _make(name, PrefixStore(f"{device}/", store), given, wanted)
-        group._register_backend(torch.device(device), kind, made)
+            kind, backend = _make(name, PrefixStore(f"{device}/", store), description, request)
+        group._register_backend(torch.device(device), kind, backend)
         group._set_default_backend(kind)
     return group, missing
 
 
-def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Request) -> tuple[Any, Any]:
+def _make(name: str, store: Store, description: _DistributedBackendOptions, request: Request) -> tuple[Any, Any]:
     """A backend as torch itself would make it, and its type."""
-    rank, size = given.group_rank, given.group_size
-    made: Any
+    rank, size = description.group_rank, description.group_size
+    backend: Any
     if name == "gloo":
-        made = dist.ProcessGroupGloo(store, rank, size, timeout=given.timeout)
-        made._set_sequence_number_for_group()
-        return _TYPES.GLOO, made
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=description.timeout)
+        backend._set_sequence_number_for_group()
+        return _TYPES.GLOO, backend
     if name == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
         # A copy, because torch may pass the same options for several groups.
-        options = nccl.Options() if wanted.options is None else copy.deepcopy(wanted.options)
-        options._timeout = given.timeout
-        options.global_ranks_in_group = given.global_ranks_in_group
-        options.group_name = given.group_id
-        if wanted.split_from:
-            options.split_from = wanted.split_from
-            options.split_color = dist.distributed_c10d._process_group_color(given.global_ranks_in_group)
-        made = nccl(store, rank, size, options)
-        made._set_sequence_number_for_group()
-        return _TYPES.NCCL, made
+        options = nccl.Options() if request.options is None else copy.deepcopy(request.options)
+        options._timeout = description.timeout
+        options.global_ranks_in_group = description.global_ranks_in_group
+        options.group_name = description.group_id
+        if request.split_from:
+            options.split_from = request.split_from
+            options.split_color = dist.distributed_c10d._process_group_color(description.global_ranks_in_group)
+        backend = nccl(store, rank, size, options)
+        backend._set_sequence_number_for_group()
+        return _TYPES.NCCL, backend
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:
         raise ValueError(
@@ -144,15 +144,15 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Re
             f"torch.distributed.new_group(backend={name!r})"
         )
     if not plugin.extended_api:
-        made = plugin.creator_fn(store, rank, size, given.timeout)
+        backend = plugin.creator_fn(store, rank, size, description.timeout)
     else:
         # The same description with another store, for which the class has no copy method.
         copied = _DistributedBackendOptions()
         for attribute in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
-            setattr(copied, attribute, getattr(given, attribute))
+            setattr(copied, attribute, getattr(description, attribute))
         copied.store = store
-        made = plugin.creator_fn(copied, wanted.options)
-    return dist.Backend.backend_type_map.get(name, _TYPES.CUSTOM), made  # torch's own are plugins, too, since 2.14
+        backend = plugin.creator_fn(copied, request.options)
+    return dist.Backend.backend_type_map.get(name, _TYPES.CUSTOM), backend  # torch's own are plugins, too, since 2.14
 
 
 class ByDevice(ProcessGroup):
@@ -268,10 +268,10 @@ _FORWARDED = """
 
 
 def _forward(name: str) -> Callable[..., dist.Work]:
-    def method(self: ByDevice, *given: Any, **named: Any) -> dist.Work:
+    def method(self: ByDevice, *args: Any, **kwargs: Any) -> dist.Work:
         # The first tensor decides: those of one call lie on one device.
-        device = _device(given) or _device(list(named.values()))
-        work: dist.Work = getattr(self._group_for(device), name)(*given, **named)
+        device = _device(args) or _device(list(kwargs.values()))
+        work: dist.Work = getattr(self._group_for(device), name)(*args, **kwargs)
         return work
 
     method.__name__ = name
@@ -284,13 +284,13 @@ for _name in _FORWARDED.split():
 outside_dynamo(ByDevice)
 
 
-def _device(given: Any) -> torch.device | None:
+def _device(value: Any) -> torch.device | None:
     """Of the first tensor in lists and lists of lists."""
-    if isinstance(given, torch.Tensor):
-        return given.device
+    if isinstance(value, torch.Tensor):
+        return value.device
     # Calls pass lists of tensors, and all_gather a list of lists.
-    if isinstance(given, (list, tuple)):
-        for item in given:
+    if isinstance(value, (list, tuple)):
+        for item in value:
             device = _device(item)
             if device is not None:
                 return device

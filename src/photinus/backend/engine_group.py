@@ -103,12 +103,12 @@ class EngineGroup(ProcessGroup):
         return self._communicator.under_way_s() if self._communicator else {}
 
     def _run(
-        self, given: Any, operation: int, memory: Memory, outputs: Sequence[Tensor], **fields: Any
+        self, options: Any, operation: int, memory: Memory, outputs: Sequence[Tensor], **fields: Any
     ) -> EngineWork | None:
         """Starts a collective, or does it here if its caller waits for it anyway.
 
         Args:
-            given: torch's options: timeout, and whether the call is asynchronous.
+            options: torch's options: timeout, and whether the call is asynchronous.
             operation: from engine.OPERATIONS.
             memory: of the call; kept until the exchange has ended.
             outputs: the caller's tensors, which the work gives as its result.
@@ -117,14 +117,14 @@ class EngineGroup(ProcessGroup):
         Returns:
             The work; None for what is done, which is how torch's backends answer a call that is not asynchronous.
         """
-        limit_s = self._timeout_s(given)
+        limit_s = self._timeout_s(options)
         updates = self._updates.told()
         if memory.device is None:
-            call = Call(operation, timeout_s=limit_s, asynchronous=given.asyncOp, updates=updates, **fields)
+            call = Call(operation, timeout_s=limit_s, asynchronous=options.asyncOp, updates=updates, **fields)
             return self._start(call, memory, outputs, memory)
         call = Call(operation, timeout_s=limit_s, updates=updates, **fields, **self._place(memory))
         work = self._start(call, memory, outputs, memory, CudaWork)
-        if given.asyncOp or work is None:
+        if options.asyncOp or work is None:
             return work
         work.wait()
         return None
@@ -181,8 +181,8 @@ class EngineGroup(ProcessGroup):
         cuda.check_build()
         return {"device": engine.cuda_device(memory.device.index), "stream": cuda.streams.current(memory.device)}
 
-    def _timeout_s(self, given: Any) -> float:
-        limit = given.timeout
+    def _timeout_s(self, options: Any) -> float:
+        limit = options.timeout
         return self._limit.timeout_s if limit == UNSET else limit.total_seconds()
 
     # --- the end ---------------------------------------------------------------------------------------------------

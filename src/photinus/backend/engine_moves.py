@@ -56,25 +56,25 @@ class EngineMoves(EngineGroup):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> dist.Work | None:
         """Copies the root's tensor to all ranks' (opts.rootRank: rank in the group)."""
-        given = as_options(BroadcastOptions, opts, timeout, rootRank=opts if root is None else root)
+        options = as_options(BroadcastOptions, opts, timeout, rootRank=opts if root is None else root)
         tensor = one_tensor(tensors, "broadcast")
         code, label = transfer_type(tensor.dtype)
         memory = Memory()
         # Only the root is read; for all others the copy in would be wasted.
-        values = memory.output(tensor, load=given.rootRank == self._rank)
+        values = memory.output(tensor, load=options.rootRank == self._rank)
         where = {**whole(values, values), "shape": tensor.shape}
-        return self._run(given, _BROADCAST, memory, [tensor], **where, dtype=code, root=given.rootRank, label=label)
+        return self._run(options, _BROADCAST, memory, [tensor], **where, dtype=code, root=options.rootRank, label=label)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Every rank's tensor in one tensor, by rank."""
-        given = as_options(AllgatherOptions, opts)
+        options = as_options(AllgatherOptions, opts)
         check_same_dtype("all_gather", [output, input])
         check_elems("all_gather", "the output", output.numel(), self._size * input.numel(), input)
         code, label = transfer_type(input.dtype)
         memory = Memory()
         target, source = memory.output(output, load=False), memory.input(input)
         where = {**whole(source, target), "shape": input.shape}
-        return self._run(given, _ALL_GATHER, memory, [output], **where, dtype=code, label=label)
+        return self._run(options, _ALL_GATHER, memory, [output], **where, dtype=code, label=label)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 
@@ -86,12 +86,12 @@ class EngineMoves(EngineGroup):
         if parameters := parameters_of_new_ddp():
             self._updates.watch(parameters)
             keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in parameters))
-        given = as_options(AllgatherOptions, opts, timeout)
+        options = as_options(AllgatherOptions, opts, timeout)
         outputs = tensor_list(output_tensors, "all_gather")
         tensor = one_tensor(input_tensors, "all_gather")
         self._one_per_rank("all_gather", "output", outputs)
         check_elems("all_gather", "this rank's own output", outputs[self._rank].numel(), tensor.numel(), tensor)
-        return self._move(given, _ALL_GATHER, "all_gather", [tensor] * self._size, outputs)
+        return self._move(options, _ALL_GATHER, "all_gather", [tensor] * self._size, outputs)
 
     def gather(
         self,
@@ -103,15 +103,15 @@ class EngineMoves(EngineGroup):
         root: int | None = None,
     ) -> dist.Work | None:
         """Every rank's tensor in the root's list, by rank; they may differ in size."""
-        given = as_options(GatherOptions, opts, timeout, rootRank=opts if root is None else root)
+        options = as_options(GatherOptions, opts, timeout, rootRank=opts if root is None else root)
         inputs: list[Tensor | None] = [None] * self._size
-        inputs[self._root("gather", given)] = one_tensor(input_tensors, "gather")
+        inputs[self._root("gather", options)] = one_tensor(input_tensors, "gather")
         # Only the root has a list. torch passes None or an empty one on the other ranks.
         outputs: list[Tensor] = []
-        if given.rootRank == self._rank:
+        if options.rootRank == self._rank:
             outputs = tensor_list(output_tensors, "gather")
             self._one_per_rank("gather", "output", outputs)
-        return self._move(given, _GATHER, "gather", inputs, outputs, root=given.rootRank)
+        return self._move(options, _GATHER, "gather", inputs, outputs, root=options.rootRank)
 
     def scatter(
         self,
@@ -123,14 +123,14 @@ class EngineMoves(EngineGroup):
         root: int | None = None,
     ) -> dist.Work | None:
         """Part r of the root's list in rank r's tensor; they may differ in size."""
-        given = as_options(ScatterOptions, opts, timeout, rootRank=opts if root is None else root)
+        options = as_options(ScatterOptions, opts, timeout, rootRank=opts if root is None else root)
         outputs: list[Tensor | None] = [None] * self._size
-        outputs[self._root("scatter", given)] = one_tensor(output_tensors, "scatter")
+        outputs[self._root("scatter", options)] = one_tensor(output_tensors, "scatter")
         inputs: list[Tensor] = []
-        if given.rootRank == self._rank:
+        if options.rootRank == self._rank:
             inputs = tensor_list(input_tensors, "scatter")
             self._one_per_rank("scatter", "input", inputs)
-        return self._move(given, _SCATTER, "scatter", inputs, outputs, root=given.rootRank)
+        return self._move(options, _SCATTER, "scatter", inputs, outputs, root=options.rootRank)
 
     def alltoall(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
@@ -138,8 +138,8 @@ class EngineMoves(EngineGroup):
         """Sends tensor r of the inputs to rank r; output r comes from rank r. Sizes may differ."""
         self._one_per_rank("all_to_all", "output", output_tensors)
         self._one_per_rank("all_to_all", "input", input_tensors)
-        given = as_options(AllToAllOptions, opts)
-        return self._move(given, _ALL_TO_ALL, "all_to_all", input_tensors, output_tensors)
+        options = as_options(AllToAllOptions, opts)
+        return self._move(options, _ALL_TO_ALL, "all_to_all", input_tensors, output_tensors)
 
     def all_to_all_single(
         self,
@@ -154,7 +154,7 @@ class EngineMoves(EngineGroup):
 
         Sizes count rows, entries of the first dimension.
         """
-        given = as_options(AllToAllOptions, opts, timeout)
+        options = as_options(AllToAllOptions, opts, timeout)
         check_same_dtype("all_to_all_single", [output, input])
         code, label = transfer_type(input.dtype)
         memory = Memory()
@@ -164,7 +164,7 @@ class EngineMoves(EngineGroup):
         # With sizes of their own the ranks' shapes differ by design, and are not compared.
         shape = None if output_split_sizes or input_split_sizes else one_shape([output, input])
         parts = {"sends": sends, "recvs": recvs, "shape": shape}
-        return self._run(given, _ALL_TO_ALL, memory, [output], **parts, dtype=code, label=label)
+        return self._run(options, _ALL_TO_ALL, memory, [output], **parts, dtype=code, label=label)
 
     alltoall_base = all_to_all_single  # its name before torch 2.13
 
@@ -236,7 +236,7 @@ class EngineMoves(EngineGroup):
 
     def _move(
         self,
-        given: Any,
+        options: Any,
         operation: int,
         name: str,
         inputs: Sequence[Tensor | None],
@@ -257,7 +257,7 @@ class EngineMoves(EngineGroup):
         sources = [None if tensor is None else dense_of[id(tensor)] for tensor in inputs] or nothing
         targets = [None if tensor is None else memory.output(tensor, load=False) for tensor in outputs] or nothing
         return self._run(
-            given,
+            options,
             operation,
             memory,
             given_outputs,
@@ -299,8 +299,8 @@ class EngineMoves(EngineGroup):
         if len(tensors) != self._size:
             raise ValueError(f"{operation} needs one {what} per rank, {self._size}, got {len(tensors)}")
 
-    def _root(self, operation: str, given: Any) -> int:
-        root: int = given.rootRank
+    def _root(self, operation: str, options: Any) -> int:
+        root: int = options.rootRank
         if not 0 <= root < self._size:
             raise ValueError(f"{operation}: root {root} is not a rank of this group of {self._size}")
         return root
@@ -325,8 +325,8 @@ def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, missing: S
     """
     timed_out = f"Rank {rank} timed out in monitoredBarrier: {error}"
     if rank == 0 and missing:
-        named = missing if wait_all_ranks else missing[:1]
-        who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+        ranks = missing if wait_all_ranks else missing[:1]
+        who = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         # gloo says one of the two: the first if it was waiting for that rank, the second between two ranks.
         return f"{who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms, so {timed_out}"
     if 0 in missing or rank == 0:

@@ -52,11 +52,11 @@ class ThroughEngine(EngineMoves):
         wires: Wires | None = None,
     ) -> dist.Work | None:
         """Reduces each element over the ranks, in place. Sparse tensors: SUM. `wires` in place of the group's."""
-        given = opts
+        options = opts
         if type(opts) is not AllreduceOptions:
-            given = as_options(AllreduceOptions, opts, timeout, reduceOp=opts if op is None else op)
+            options = as_options(AllreduceOptions, opts, timeout, reduceOp=opts if op is None else op)
         tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else one_tensor(tensors, "all_reduce")
-        reduction = REDUCTIONS[hash(given.reduceOp)]
+        reduction = REDUCTIONS[hash(options.reduceOp)]
         code = DTYPES.get(tensor.dtype)
         memory: Memory | None = None
         if (
@@ -69,16 +69,16 @@ class ThroughEngine(EngineMoves):
             values = tensor
         elif tensor.layout is not _strided:
             # torch has no other call for sparse tensors.
-            return sparse_all_reduce(self, tensor, given)
+            return sparse_all_reduce(self, tensor, options)
         else:
             code = _compute("all_reduce", tensor)
             memory = Memory()
-            values = memory.output(reals(tensor, hash(given.reduceOp)), load=True)
+            values = memory.output(reals(tensor, hash(options.reduceOp)), load=True)
             if memory.device is not None:
-                how = self._reduction(given, code, wires)
+                how = self._reduction(options, code, wires)
                 where = whole(values, values)
-                return self._run(given, _ALL_REDUCE, memory, [tensor], **where, **how, shape=tensor.shape)
-        limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
+                return self._run(options, _ALL_REDUCE, memory, [tensor], **where, **how, shape=tensor.shape)
+        limit, address, asynchronous = options.timeout, values.data_ptr(), options.asyncOp
         if wires is None:
             wires = self._wires
         # Spelt out, not by _run: DDP and every training loop pass here.
@@ -92,7 +92,7 @@ class ThroughEngine(EngineMoves):
             0,
             self._limit.timeout_s if limit == UNSET else limit.total_seconds(),
             asynchronous,
-            factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+            factor(options.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "",
             self._updates.told(),
             wires.get((code, reduction)) if wires else None,
@@ -108,9 +108,9 @@ class ThroughEngine(EngineMoves):
 
     def all_reduce_as(self, tensor: Tensor, op: Any, wire_dtype: torch.dtype) -> dist.Work | None:
         """Starts an all_reduce whose values travel between hosts as `wire_dtype`; see `Options`."""
-        given = as_options(AllreduceOptions, None, reduceOp=op)
-        given.asyncOp = True
-        return self.allreduce([tensor], given, wires=wires(wire_dtype))
+        options = as_options(AllreduceOptions, None, reduceOp=op)
+        options.asyncOp = True
+        return self.allreduce([tensor], options, wires=wires(wire_dtype))
 
     def reduce(
         self,
@@ -122,22 +122,22 @@ class ThroughEngine(EngineMoves):
         root: int | None = None,
     ) -> dist.Work | None:
         """Reduces each element over the ranks; only the root's tensor changes."""
-        given = as_options(ReduceOptions, opts, timeout, rootRank=opts if root is None else root, reduceOp=op)
+        options = as_options(ReduceOptions, opts, timeout, rootRank=opts if root is None else root, reduceOp=op)
         tensor = one_tensor(tensors, "reduce")
-        return self._reduce(given, tensor, tensor, given.rootRank)
+        return self._reduce(options, tensor, tensor, options.rootRank)
 
-    def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork | None:
+    def _reduce(self, options: Any, source: Tensor, output: Tensor, root: int) -> EngineWork | None:
         """Reduces the ranks' sources into the root's output, which may be its source; others' outputs stay."""
         code = _compute("reduce", source)
         memory = Memory()
-        values = memory.input(reals(source, hash(given.reduceOp)))
+        values = memory.input(reals(source, hash(options.reduceOp)))
         target = values
         # The engine writes the result at the root only.
         if root == self._rank:
             target = memory.output(output, load=False)
-        how = self._reduction(given, code)
+        how = self._reduction(options, code)
         where = whole(values, target)
-        return self._run(given, _REDUCE, memory, [output], **where, root=root, **how, shape=source.shape)
+        return self._run(options, _REDUCE, memory, [output], **where, root=root, **how, shape=source.shape)
 
     def reduce_scatter(
         self,
@@ -149,7 +149,7 @@ class ThroughEngine(EngineMoves):
         op: Any = None,
     ) -> dist.Work | None:
         """Reduces the ranks' lists element by element and leaves rank r with part r; the parts may differ in size."""
-        given = as_options(ReduceScatterOptions, opts, timeout, reduceOp=opts if op is None else op)
+        options = as_options(ReduceScatterOptions, opts, timeout, reduceOp=opts if op is None else op)
         output = one_tensor(output_tensors, "reduce_scatter")
         inputs = tensor_list(input_tensors, "reduce_scatter")
         if len(inputs) != self._size or inputs[self._rank].numel() != output.numel():
@@ -167,37 +167,37 @@ class ThroughEngine(EngineMoves):
                         "reduce_scatter: the output overlaps an input for another rank; give it a separate buffer"
                     )
             # The engine cuts equal parts. Parts of different sizes are a reduce for each rank.
-            works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]
+            works = [self._reduce(options, tensor, output, root) for root, tensor in enumerate(inputs)]
             return JoinedWork(works, [output])
         memory = Memory()
         source = _one_behind_the_other(inputs, memory)
-        return self._reduce_scatter(given, output, source, memory, one_shape([output, *inputs]))
+        return self._reduce_scatter(options, output, source, memory, one_shape([output, *inputs]))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Reduces the ranks' tensors and leaves rank r with part r of the result."""
-        given = as_options(ReduceScatterOptions, opts, reduceOp=opts)
+        options = as_options(ReduceScatterOptions, opts, reduceOp=opts)
         check_same_dtype("reduce_scatter", [output, input])
         check_elems("reduce_scatter", "the input", input.numel(), self._size * output.numel(), output)
         memory = Memory()
-        return self._reduce_scatter(given, output, memory.input(input), memory, input.shape)
+        return self._reduce_scatter(options, output, memory.input(input), memory, input.shape)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
     def _reduce_scatter(
-        self, given: Any, output: Tensor, source: Tensor, memory: Memory, shape: torch.Size | None
+        self, options: Any, output: Tensor, source: Tensor, memory: Memory, shape: torch.Size | None
     ) -> EngineWork | None:
         code = _compute("reduce_scatter", output)
-        target = memory.output(reals(output, hash(given.reduceOp)), load=False)
-        how = self._reduction(given, code)
-        return self._run(given, _REDUCE_SCATTER, memory, [output], **whole(source, target), **how, shape=shape)
+        target = memory.output(reals(output, hash(options.reduceOp)), load=False)
+        how = self._reduction(options, code)
+        return self._run(options, _REDUCE_SCATTER, memory, [output], **whole(source, target), **how, shape=shape)
 
-    def _reduction(self, given: Any, code: int, wires: Wires | None = None) -> Any:
+    def _reduction(self, options: Any, code: int, wires: Wires | None = None) -> Any:
         """Element type, the engine's reduction, this rank's factor of PREMUL_SUM, the type in which values travel."""
-        reduction = REDUCTIONS[hash(given.reduceOp)]
+        reduction = REDUCTIONS[hash(options.reduceOp)]
         return {
             "dtype": code,
             "reduction": reduction,
-            "factor": factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+            "factor": factor(options.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "wire_dtype": (self._wires if wires is None else wires).get((code, reduction)),
         }
 
@@ -207,9 +207,9 @@ def _compute(operation: str, tensor: Tensor) -> int:
     check_dense(tensor)
     code = _COMPUTED.get(tensor.dtype)
     if code is None:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _COMPUTED)
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in _COMPUTED)
         raise TypeError(
-            f"{operation} can't compute with {tensor.dtype}; convert the tensor to one of {known}. (Collectives that "
+            f"{operation} can't compute with {tensor.dtype}; convert the tensor to one of {dtypes}. (Collectives that "
             f"only move data take any dtype.)"
         )
     return code

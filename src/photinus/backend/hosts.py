@@ -52,7 +52,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1
 _SHOWN = 8  # ranks with their pids, or hosts, in a message
 
-_chosen: list[str] = []  # by this process's first group over several hosts; it has one listener for all
+_addresses: list[str] = []  # by this process's first group over several hosts; it has one listener for all
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class Meeting:
         for rank, member in enumerate(self.members):
             ranks.setdefault((member.host_name, member.host_id), []).append(rank)
         names = [name for name, _ in ranks]
-        shown = [
+        texts = [
             f"{name if names.count(name) == 1 else f'{name} [{host_id}]'} "
             f"({'; '.join(filter(None, (name_ranks(those, _SHOWN), ', '.join(self.members[those[0]].cards))))})"
             for (name, host_id), those in list(ranks.items())[:_SHOWN]
         ]
-        return f"{len(names)} host{'s' * (len(names) > 1)}: {', '.join(shown)}{', ...' * (len(names) > _SHOWN)}"
+        return f"{len(names)} host{'s' * (len(names) > 1)}: {', '.join(texts)}{', ...' * (len(names) > _SHOWN)}"
 
 
 def meet(store: Store, rank: int, world_size: int, **how: Any) -> Meeting:
@@ -208,14 +208,14 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
 
 def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -> Callable[[], list[int]]:
     """Tells who is not here, and writes it for the others, who cannot know."""
-    shown: list[int] = []
+    last: list[int] = []
 
     def missing() -> list[int]:
         ranks = sorted(set(range(size)) - here.keys())
         # Written when it changes only: all ranks that wait read it.
-        if ranks != shown:
-            shown[:] = ranks
-            store.set(f"session/{session}/missing", json.dumps(shown))
+        if ranks != last:
+            last[:] = ranks
+            store.set(f"session/{session}/missing", json.dumps(last))
         return ranks
 
     return missing
@@ -279,8 +279,8 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
 
         def all_here() -> bool:
             for other in range(1, size):
-                if other not in here and (said := _read(store, f"{key}/{other}")) is not None:
-                    here[other] = json.loads(said)
+                if other not in here and (text := _read(store, f"{key}/{other}")) is not None:
+                    here[other] = json.loads(text)
             # The key is there early when a rank has refused.
             return len(here) == size or store.check([key])
 
@@ -366,7 +366,7 @@ class Joining:
 
     def until(
         self,
-        done: Callable[[], bool],
+        is_done: Callable[[], bool],
         missing: Callable[[], list[int]] = lambda: [0],
         came: Callable[[], str] = lambda: "",
     ) -> None:
@@ -382,7 +382,7 @@ class Joining:
             MismatchError: one of them waits for this rank in something else.
         """
         pause_s = _FIRST_PAUSE_S
-        while not done():
+        while not is_done():
             now = time.monotonic()
             # Seldom, as it may ask the store about every rank.
             if now >= self._look_at_s or now - self._began_s >= self._timeout_s:
@@ -400,11 +400,11 @@ class Joining:
             self._outside.look([self.members[rank] for rank in missing], described)
             return
         # A rank that ended well closes no connection of ours yet: only the launcher knows.
-        gone = [rank for rank in missing if self.members[rank] in ended(self._store)]
-        if gone:
+        ranks = [rank for rank in missing if self.members[rank] in ended(self._store)]
+        if ranks:
             raise PeerLostError(
-                f"{self.who}: {name_ranks(gone)} exited with code 0 before joining the group, which waited for "
-                f"{'it' if len(gone) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank must join. Did "
+                f"{self.who}: {name_ranks(ranks)} exited with code 0 before joining the group, which waited for "
+                f"{'it' if len(ranks) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank must join. Did "
                 f"the script exit early there (sys.exit, a branch that returns)?"
             )
         if waited_s >= self._timeout_s:
@@ -427,8 +427,8 @@ class Joining:
 
 def name_came(here: Mapping[int, str]) -> str:
     """For messages: `ranks 0 (pid 12 on a), 2 (pid 14 on a) came`; of many, their numbers."""
-    shown = [f"{rank} ({who})" if len(here) <= _SHOWN else rank for rank, who in sorted(here.items())]
-    return f"{name_ranks(shown)} joined"
+    texts = [f"{rank} ({who})" if len(here) <= _SHOWN else rank for rank, who in sorted(here.items())]
+    return f"{name_ranks(texts)} joined"
 
 
 def _without_prefix(store: Store) -> Store:
@@ -450,9 +450,9 @@ def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
     """
     one_network = all(member.network == members[rank].network for member in members)
     # The first group decides, except that loopback does not do once ranks of other hosts are in a group.
-    if not _chosen or (not one_network and all(map(is_loopback, _chosen))):
-        _chosen[:] = _choose(members, rank, one_network=one_network)
-    return list(_chosen)
+    if not _addresses or (not one_network and all(map(is_loopback, _addresses))):
+        _addresses[:] = _choose(members, rank, one_network=one_network)
+    return list(_addresses)
 
 
 def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[str]:

@@ -26,7 +26,7 @@ _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown the
 
 
 def make(
-    given: _DistributedBackendOptions, wanted: device_map.Request | None = None, own: Options | None = None
+    description: _DistributedBackendOptions, request: device_map.Request | None = None, own: Options | None = None
 ) -> ProcessGroup:
     """Makes the group that torch describes; called by all its ranks.
 
@@ -37,30 +37,30 @@ def make(
         PeerLostError, MismatchError: a missing rank has ended, or makes another group.
         HostError: other hosts cannot reach this one, or this process may not open what it needs.
     """
-    own, wanted = own or Options(), wanted or device_map.Request()
-    members = given.global_ranks_in_group
-    ours = _make_ours(given, own, wanted.ours)
+    own, request = own or Options(), request or device_map.Request()
+    members = description.global_ranks_in_group
+    ours = _make_ours(description, own, request.ours)
     group: ProcessGroup = ours
-    if wanted.devices:
+    if request.devices:
         try:
             # Ours was made first: it says which ranks are missing, and torch's backends only time out.
-            group = device_map.ByDevice(ours, *device_map.others(given, wanted), wanted.device)
+            group = device_map.ByDevice(ours, *device_map.others(description, request), request.device)
         except BaseException:
             ours.shutdown()
             raise
-    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept), own), members)
+    group.made_by(lambda part, subset: make(part, request.for_a_part(subset), own), members)
     return group
 
 
-def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequence[str]) -> ThroughEngine:
-    rank, size, store = given.group_rank, given.group_size, given.store
-    members = list(given.global_ranks_in_group)
+def _make_ours(description: _DistributedBackendOptions, own: Options, devices: Sequence[str]) -> ThroughEngine:
+    rank, size, store = description.group_rank, description.group_size, description.store
+    members = list(description.global_ranks_in_group)
     if not members:  # the default group
         _check_world_size(size)
-    label = "world" if not members else f"{given.group_id} ({name_ranks(members, 8)} of the world)"
+    label = "world" if not members else f"{description.group_id} ({name_ranks(members, 8)} of the world)"
     # It knows who is alive, and how fast the hosts are linked.
     world = _default_group() if members else None
-    limit = Limit(_timeout_s(given.timeout, world))
+    limit = Limit(_timeout_s(description.timeout, world))
     meeting = hosts.meet(
         store, rank, size, timeout_s=limit.timeout_s, name=label, members=members, world=world and world.communicator
     )
@@ -99,11 +99,11 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
 
 def _check_world_size(size: int) -> None:
     # A script that sets its own RANK or WORLD_SIZE would train copies of the model, without a word.
-    meant = env.EXPECTED_WORLD_SIZE.get()
-    if meant is not None and meant != size:
+    job_size = env.EXPECTED_WORLD_SIZE.get()
+    if job_size is not None and job_size != size:
         raise WorldSizeError(
-            f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher expects {meant} "
-            f"({env.EXPECTED_WORLD_SIZE.name}={meant}): each process would train alone, or wait for ranks that do "
+            f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher expects {job_size} "
+            f"({env.EXPECTED_WORLD_SIZE.name}={job_size}): each process would train alone, or wait for ranks that do "
             f"not exist. Remove rank= and world_size= from init_process_group, or start the script with "
             f"`photinus run --nproc-per-node {size}`."
         )
@@ -115,12 +115,12 @@ def _default_group() -> ProcessGroup | None:
     return world if isinstance(world, ProcessGroup) else None
 
 
-def _timeout_s(given: timedelta, world: ProcessGroup | None) -> float:
+def _timeout_s(timeout: timedelta, world: ProcessGroup | None) -> float:
     """Return the timeout that the caller gave, else the default group's, else PHOTINUS_TIMEOUT_S (300 s).
 
     torch fills its own default of half an hour in and passes a copy on, so only its frame shows whether a caller gave
     one: libraries pass the same half an hour of their own.
     """
     if device_map.locals_of_torch().get("timeout") is not dist.default_pg_timeout:
-        return given.total_seconds()
+        return timeout.total_seconds()
     return env.TIMEOUT_S.get() if world is None else world.timeout_s

@@ -24,44 +24,44 @@ UNSET = timedelta(milliseconds=-1)
 """What an options object holds when the caller gave no timeout: the group's own counts."""
 
 
-def as_options(kind: type[T], given: Any, timeout: timedelta | None = None, **fields: Any) -> T:
-    """`given`, where it is such an options object already; else a new one.
+def as_options(kind: type[T], argument: Any, timeout: timedelta | None = None, **fields: Any) -> T:
+    """`argument`, where it is such an options object already; else a new one.
 
     Args:
         kind: class of torch's options.
-        given: what the caller passed in their place: a timeout, or what `fields` name, or None.
+        argument: what the caller passed in their place: a timeout, or what `fields` name, or None.
         timeout: None where the caller gave none.
         fields: as the options call them: rootRank (in the group), reduceOp (default: sum); None leaves the default.
     """
-    if isinstance(given, kind):
-        return given
+    if isinstance(argument, kind):
+        return argument
     options: Any = kind()
     # Some forms have the timeout in the place of the options.
-    timeout = given if isinstance(given, timedelta) else timeout
+    timeout = argument if isinstance(argument, timedelta) else timeout
     for name, value in {**fields, "timeout": timeout}.items():
         if value is not None:
             setattr(options, name, value)
-    made: T = options
-    return made
+    result: T = options
+    return result
 
 
-def each_all_reduce(given: Any = None) -> AllreduceOptions:
+def each_all_reduce(argument: Any = None) -> AllreduceOptions:
     """Options for each tensor of a coalesced all_reduce, from its options, a ReduceOp or nothing (sum)."""
-    if not isinstance(given, AllreduceCoalescedOptions):  # no subclass of AllreduceOptions in Python
-        return as_options(AllreduceOptions, given, reduceOp=given)
-    each = as_options(AllreduceOptions, None, given.timeout, reduceOp=given.reduceOp)
-    each.asyncOp = given.asyncOp
+    if not isinstance(argument, AllreduceCoalescedOptions):  # no subclass of AllreduceOptions in Python
+        return as_options(AllreduceOptions, argument, reduceOp=argument)
+    each = as_options(AllreduceOptions, None, argument.timeout, reduceOp=argument.reduceOp)
+    each.asyncOp = argument.asyncOp
     return each
 
 
 def factor(op: Any) -> float:
     """Return the factor of this rank for PREMUL_SUM. Raises ValueError if there is none."""
-    _, given = op.__getstate__()  # the only way that torch offers
-    if isinstance(given, Tensor) and given.numel() == 1:
-        return float(given.item())
-    if not isinstance(given, int | float):
-        raise ValueError(f"PREMUL_SUM needs one factor, torch.distributed._make_nccl_premul_sum(factor), got {given!r}")
-    return float(given)
+    _, value = op.__getstate__()  # the only way that torch offers
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.item())
+    if not isinstance(value, int | float):
+        raise ValueError(f"PREMUL_SUM needs one factor, torch.distributed._make_nccl_premul_sum(factor), got {value!r}")
+    return float(value)
 
 
 def one_tensor(tensors: Tensor | Sequence[Tensor], operation: str) -> Tensor:

@@ -229,32 +229,32 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """all_reduce of several tensors, which may differ in shape and dtype, as one work."""
-        given = each_all_reduce(opts)
-        return JoinedWork([self.allreduce([tensor], given) for tensor in tensors], tensors)
+        options = each_all_reduce(opts)
+        return JoinedWork([self.allreduce([tensor], options) for tensor in tensors], tensors)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """all_gather_single of several pairs as one work."""
-        given = as_options(AllgatherOptions, opts)
+        options = as_options(AllgatherOptions, opts)
         pairs = zip(outputs, inputs, strict=True)
-        return JoinedWork([self.all_gather_single(output, input, given) for output, input in pairs], outputs)
+        return JoinedWork([self.all_gather_single(output, input, options) for output, input in pairs], outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """reduce_scatter_single of several pairs as one work."""
-        given = as_options(ReduceScatterOptions, opts, reduceOp=opts)
+        options = as_options(ReduceScatterOptions, opts, reduceOp=opts)
         pairs = zip(outputs, inputs, strict=True)
-        return JoinedWork([self.reduce_scatter_single(output, input, given) for output, input in pairs], outputs)
+        return JoinedWork([self.reduce_scatter_single(output, input, options) for output, input in pairs], outputs)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """all_gather of several tensors as one work; output_lists[rank][tensor]."""
-        given = as_options(AllgatherOptions, opts)
+        options = as_options(AllgatherOptions, opts)
         works = [
-            self.allgather([[of_rank[i] for of_rank in output_lists]], [tensor], given)
+            self.allgather([[of_rank[i] for of_rank in output_lists]], [tensor], options)
             for i, tensor in enumerate(input_list)
         ]
         return JoinedWork(works, [tensor for of_rank in output_lists for tensor in of_rank])
@@ -319,14 +319,14 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         # The same part may be split off again, and must not find the keys of the first one.
         self._splits[tuple(members)] = turn = self._splits.get(tuple(members), 0) + 1
         name = group_name or f"{self._name or 'group'}:split:{'-'.join(map(str, members))}:{turn}"
-        asked = _DistributedBackendOptions()
-        asked.store = PrefixStore(f"{name}/", self._store)
-        asked.group_rank, asked.group_size = members.index(self._rank), len(members)
-        asked.timeout = timeout if timeout is not None else timedelta(seconds=self._limit.timeout_s)
-        asked.group_id = name
+        backend_options = _DistributedBackendOptions()
+        backend_options.store = PrefixStore(f"{name}/", self._store)
+        backend_options.group_rank, backend_options.group_size = members.index(self._rank), len(members)
+        backend_options.timeout = timeout if timeout is not None else timedelta(seconds=self._limit.timeout_s)
+        backend_options.group_id = name
         # In numbers of the world, by which messages and the store name ranks.
-        asked.global_ranks_in_group = [self._members[rank] if self._members else rank for rank in members]
-        part = self._make(asked, device_types)
+        backend_options.global_ranks_in_group = [self._members[rank] if self._members else rank for rank in members]
+        part = self._make(backend_options, device_types)
         # torch does this for groups of its own making only.
         part.setGroupName(name)
         part.setGroupDesc(group_desc or f"{self._description or self._label}:split")
@@ -359,8 +359,8 @@ _STARTING = [  # a work
 
 
 def _record_works(start: Callable[..., dist.Work], works: list[dist.Work]) -> Callable[..., dist.Work]:
-    def method(*given: Any, **named: Any) -> dist.Work:
-        work = start(*given, **named)
+    def method(*args: Any, **kwargs: Any) -> dist.Work:
+        work = start(*args, **kwargs)
         if work is not None:
             works.append(work)
         return work

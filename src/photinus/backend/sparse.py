@@ -22,7 +22,7 @@ _ALL_GATHER = engine.OPERATIONS["all_gather"]
 _SUM = hash(dist.ReduceOp.SUM)
 
 
-def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Work | None:
+def sparse_all_reduce(group: EngineGroup, tensor: Tensor, options: Any) -> dist.Work | None:
     """Adds the ranks' sparse_coo tensors, which must have one shape, dtype and number of sparse dimensions.
 
     Raises:
@@ -31,7 +31,7 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     """
     if tensor.layout is not torch.sparse_coo:
         raise TypeError(f"all_reduce takes dense and sparse_coo tensors, got one of layout {tensor.layout}")
-    if hash(given.reduceOp) != _SUM:
+    if hash(options.reduceOp) != _SUM:
         raise ValueError("sparse tensors can be reduced by SUM only")
     size, rank = group.size(), group.rank()
     # Fewer entries travel, and `indices()` exists for coalesced tensors only.
@@ -45,12 +45,12 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     counts = torch.empty(size, dtype=torch.int64, device="cpu")
     counts[rank] = own._nnz()
     address, int64 = counts.data_ptr(), DTYPES[torch.int64]
-    timeout_s = group._timeout_s(given)
+    timeout_s = group._timeout_s(options)
     # Where all_gather puts it, so it stays where it is.
     place = address + rank * counts.element_size()
     # Once, as both calls are of one moment.
-    told = group._updates.told()
-    group._do(Call(_ALL_GATHER, place, address, 1, int64, timeout_s=timeout_s, label=label, updates=told))
+    updates = group._updates.told()
+    group._do(Call(_ALL_GATHER, place, address, 1, int64, timeout_s=timeout_s, label=label, updates=updates))
     entries: list[int] = counts.tolist()
 
     # By entry, so that each rank's lie one behind the other: [entries, sparse dimensions] and [entries, *dense].
@@ -63,9 +63,9 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
         _ALL_GATHER,
         dtype=int64,
         timeout_s=timeout_s,
-        asynchronous=given.asyncOp or memory.device is not None,
+        asynchronous=options.asyncOp or memory.device is not None,
         label=label,
-        updates=told,
+        updates=updates,
         sends=[_part(indices)] * size,
         recvs=[_part(part) for part in torch.split(flat_indices, entries)],
         **group._place(memory),
@@ -86,7 +86,7 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
 
     memory.finally_ = finish
     return group._run(
-        given,
+        options,
         _ALL_GATHER,
         memory,
         [tensor],

@@ -109,12 +109,12 @@ class Memory:
     """
 
     # Nearly every call makes one.
-    __slots__ = ("_copies", "_held", "device", "finally_")
+    __slots__ = ("_copies", "_tensors", "device", "finally_")
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self.finally_: Callable[[], None] | None = None
-        self._held: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def input(self, tensor: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Memory:
     def _checked(self, tensor: Tensor) -> Tensor:
         check_dense(tensor)
         device = None if tensor.is_cpu else tensor.device
-        if not self._held:
+        if not self._tensors:
             self.device = device
         elif device != self.device:
             raise ValueError(
@@ -157,7 +157,7 @@ class Memory:
 
     def _hold(self, tensor: Tensor) -> Tensor:
         # Until the exchange has ended, as the engine has addresses only.
-        self._held.append(tensor)
+        self._tensors.append(tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def __bool__(self) -> bool:
@@ -176,15 +176,15 @@ class Memory:
 
     def add(self, *tensors: Tensor) -> None:
         """Takes more tensors that whoever waits for the call is going to read."""
-        self._held.extend(tensors)
+        self._tensors.extend(tensors)
 
     def tensors(self) -> list[Tensor]:
         """All whose memory the call reads or writes."""
-        return [*self._held, *(tensor for tensor, _ in self._copies)]
+        return [*self._tensors, *(tensor for tensor, _ in self._copies)]
 
     def release(self) -> None:
         """The call is done with the memory."""
-        self._held, self._copies = [], []
+        self._tensors, self._copies = [], []
         self.finally_ = None
 
 

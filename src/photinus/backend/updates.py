@@ -67,7 +67,7 @@ class Updates:
     def __init__(self) -> None:
         self._parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: a tensor's == is elementwise
         self._training_thread = 0
-        self._made = 0
+        self._steps = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Counts the updates of these parameters too from now on."""
@@ -75,33 +75,33 @@ class Updates:
             _hook()
             _all.add(self)
             self._training_thread = _thread()
-        known = self._parameters
+        refs = self._parameters
         for parameter in parameters:
             key = id(parameter)
             # The reference takes its key along when it ends, before a new tensor can get the same id.
-            known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))  # type: ignore[misc]
+            refs[key] = weakref.ref(parameter, lambda _, key=key: refs.pop(key, None))  # type: ignore[misc]
 
     def told(self) -> int:
         """Return the number that a call now sends to the other ranks (see engine.Communicator.submit)."""
         if not self._training_thread:  # there is no DDP
             return 0
-        made = self._made + 1
+        step = self._steps + 1
         if _graph_task() != -1:  # for GPUs on a thread of autograd's
-            return made
+            return step
         if _thread() != self._training_thread:
             return 0
         # The sign says whether the engine is to compare it: only where training calls.
-        return made if _is_of_training(_caller()) else -made
+        return step if _is_of_training(_caller()) else -step
 
     def count_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""
         if _thread() != self._training_thread or _graph_task() != -1:
             return
-        known = self._parameters
-        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]) and any(
+        refs = self._parameters
+        if any(id(parameter) in refs for group in optimizer.param_groups for parameter in group["params"]) and any(
             _is_not_zero(group.get("lr", 1)) for group in optimizer.param_groups
         ):
-            self._made += 1
+            self._steps += 1
 
 
 def _is_not_zero(lr: float | Tensor) -> bool:

@@ -289,8 +289,8 @@ class JoinedWork(_Work):
     def get_future(self) -> Future[Any]:
         """A future of the list of all output tensors."""
         with _making_future:
-            made = self._future
-        if made is None:
+            future = self._future
+        if future is None:
             # collect_all's future knows no devices, so nobody who waits for it is ordered behind anything. The works'
             # own were completed on the streams that are made current here.
             devices = sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
@@ -307,13 +307,13 @@ class JoinedWork(_Work):
                         value = str(error)
                     ended.set_result(value)
 
-            made = ended.then(_outputs_or_error)
+            future = ended.then(_outputs_or_error)
             # Not under the lock: it may run callbacks, which may ask for futures.
             collect_all([work.get_future() for work in self._works]).add_done_callback(complete)
             with _making_future:
                 # Another thread may have been faster, and all callers must get one future.
-                made = self._future = self._future or made
-        return made
+                future = self._future = self._future or future
+        return future
 
 
 def _outputs_or_error(future: Future[Any]) -> list[Tensor]:
