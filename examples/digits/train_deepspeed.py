@@ -24,6 +24,7 @@ with photinus.init(args.backend, args.device, seed=args.seed):
     optimizer = config.make_optimizer(model.parameters())
     model, optimizer = photinus.wrap(model, optimizer, **config.wrap_options())
     trainer = photinus.Trainer(model, optimizer, cross_entropy, epochs=args.epochs, metrics={"accuracy": accuracy},
-        scheduler=config.make_scheduler(optimizer), out=args.out, resume=args.resume, config=args,
-        save=photinus.Saving(every_steps=args.save_every_steps), **config.trainer_options())  # fmt: skip
+        scheduler=config.make_scheduler(optimizer), out=args.out, resume=args.resume,
+        report=photinus.Reporting(config=args), save=photinus.Saving(every_steps=args.save_every_steps),
+        **config.trainer_options())  # fmt: skip
     trainer.fit(photinus.loader(train_set, **config.loader_options()), valid_set)

@@ -25,7 +25,7 @@ with photinus.init(args.backend, args.device, seed=args.seed):
     scheduler = CosineAnnealingLR(optimizer, args.epochs)
     loop = photinus.Loop(model, optimizer, train_set, batch_size=args.batch_size, epochs=args.epochs, out=args.out,
         resume=args.resume, save=photinus.Saving(every_steps=args.save_every_steps), state={"scheduler": scheduler},
-        config=args)  # fmt: skip
+        report=photinus.Reporting(config=args))  # fmt: skip
     for images, targets in loop:
         loop.backward(cross_entropy(model(images), targets))
         optimizer.step()

@@ -57,9 +57,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 model, optimizer = photinus.wrap(model, optimizer)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
-state = {"scheduler": scheduler}
+state, report = {"scheduler": scheduler}, photinus.Reporting(config=args)
 loop = photinus.Loop(
-    model, optimizer, train_set, batch_size=128, epochs=args.epochs, out=args.out, state=state, config=args
+    model, optimizer, train_set, batch_size=128, epochs=args.epochs, out=args.out, state=state, report=report
 )
 for images, kinds in loop:
     loss = nn.functional.cross_entropy(model(images), kinds)

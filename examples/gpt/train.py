@@ -54,7 +54,7 @@ def main() -> None:
             strategy=args.strategy,
             out=args.out,
             save=photinus.Saving(best="-valid_loss"),
-            config=args,
+            report=photinus.Reporting(config=args),
         )
         result = trainer.fit(train_set, valid_set)
         written = write(model, alphabet.encode("\n").long(), 200)  # all processes: the model may be split

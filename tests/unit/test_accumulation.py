@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import photinus
+from photinus.runlog.run import Run
 from photinus.runlog.tables import read_rows
 from tests.small_run import FEATURES, QUIET, points
 
@@ -91,27 +92,23 @@ def test_a_scheduler_by_step_counts_steps_of_the_optimizer():
     assert counting.steps == 2 * 48 // 16
 
 
-def test_every_batch_counts_where_a_run_ends_before_a_step_has_all_of_its_own_and_goes_on(tmp_path):
-    large, _ = fit(batch_size=8, accumulate=1, epochs=None, steps=2)
-    parts = []
-    for steps in (2, 4):  # the one step that all four would make becomes two, of two batches each
-        counting = Counting()
-        small, _ = fit(
-            batch_size=4,
-            accumulate=4,
-            out=tmp_path,
-            epochs=None,
-            steps=steps,
-            scheduler=counting,
-            scheduler_every="step",
-        )
-        parts.append((small, counting.steps))
-    torch.testing.assert_close(parts[0][0], fit(batch_size=8, accumulate=1, epochs=None, steps=1)[0])
-    torch.testing.assert_close(parts[1][0], large)
-    assert [steps for _, steps in parts] == [0, 1]
+def test_the_batches_left_at_an_epochs_end_make_a_step_on_their_mean(tmp_path):
+    counting = Counting()
+    small, result = fit(batch_size=8, accumulate=4, epochs=1, out=tmp_path, scheduler=counting, scheduler_every="step")
+    assert (counting.steps, result.history[-1]["step"], len(read_rows(tmp_path / "losses.csv"))) == (2, 2, 2)
+    with photinus.init("gloo", "cpu", seed=3):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        halves = [*photinus.loader(points(48), batch_size=8)]
+        for part in (halves[:4], halves[4:]):
+            inputs, targets = (torch.cat(each) for each in zip(*part, strict=True))
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    torch.testing.assert_close(small, model.weight.detach())
 
 
-@pytest.mark.parametrize("done", [2, 6])
+@pytest.mark.parametrize("done", [1, 4])  # inside an epoch of 3 steps, the second time after one
 def test_where_accumulate_changes_the_steps_go_on_with_as_many_samples(tmp_path, done):
     counted, samples = [], [0]
 
@@ -119,7 +116,7 @@ def test_where_accumulate_changes_the_steps_go_on_with_as_many_samples(tmp_path,
         samples[0] += len(targets)
         return cross_entropy(outputs, targets)
 
-    for steps, batch_size, accumulate in ((done, 16, 2), (done + 8, 8, 4)):  # half the ranks, say
+    for steps, batch_size, accumulate in ((done, 16, 2), (done + 4, 8, 4)):  # half the ranks, say
         with photinus.init("gloo", "cpu", seed=3):
             model = torch.nn.Linear(FEATURES, 3)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,8 +125,83 @@ def test_where_accumulate_changes_the_steps_go_on_with_as_many_samples(tmp_path,
             trainer = photinus.Trainer(
                 model, optimizer, loss_fn, steps=steps, batch_size=batch_size, accumulate=accumulate, **options
             )
-            trainer.fit(points(96))
-    assert counted == [32 * (number + 1) for number in range(done // 2 + 2)]
+            result = trainer.fit(points(96))
+    assert counted == [32 * (number + 1) for number in range(done + 4)]
+    assert [row["step"] for row in read_rows(tmp_path / "losses.csv")] == list(range(1, done + 5))
+    assert [row["step"] for row in result.history] == [*range(3, done + 4, 3), done + 4]
+
+
+def test_a_loop_counts_steps_of_the_optimizer_and_batches_inside_each(tmp_path):
+    seen, losses = [], []
+    with photinus.init("gloo", "cpu", seed=3):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        save = photinus.Saving(every_steps=2, keep_last=9)
+        loop = photinus.Loop(
+            model, optimizer, points(40), batch_size=8, accumulate=2, steps=5, out=tmp_path, save=save, report=QUIET
+        )
+        assert (loop.steps, loop.steps_per_epoch, loop.epochs) == (5, 3, 2)
+        for x, y in loop:
+            loss = cross_entropy(model(x), y)
+            loop.backward(loss)
+            losses.append(loss.item())
+            seen.append((loop.epoch, loop.step, loop.micro_batch, loop.step_due, loop.epoch_ended))
+            if loop.step_due:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert (loop.step, loop.micro_batch) == (5, 0)
+    assert seen == [
+        (1, 1, 1, False, False), (1, 1, 2, True, False), (1, 2, 1, False, False), (1, 2, 2, True, False),
+        (1, 3, 1, True, True),
+        (2, 4, 1, False, False), (2, 4, 2, True, False), (2, 5, 1, False, False), (2, 5, 2, True, True),
+    ]  # fmt: skip
+    rows = [(row["step"], row["loss"]) for row in read_rows(tmp_path / "losses.csv")]
+    pairs = [losses[0:2], losses[2:4], losses[4:5], losses[5:7], losses[7:9]]
+    assert rows == [(step, pytest.approx(sum(each) / len(each))) for step, each in enumerate(pairs, 1)]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
+
+
+def test_a_run_of_an_earlier_version_counted_batches_and_goes_on_in_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("photinus.trainer.record.config.FORMAT", 1)
+    monkeypatch.setattr("photinus.trainer.checkpoint.manifest._FORMAT", 1)
+    with photinus.init("gloo", "cpu", seed=3):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        old = {"accumulate": 2, "precision": "float32", "clip_norm": None, "scheduler_every": "epoch"}
+        loop = photinus.Loop(
+            model, optimizer, points(48), batch_size=8, steps=8, out=tmp_path / "old", report=QUIET, _body=old
+        )
+        for inputs, targets in loop:
+            loop.backward(cross_entropy(model(inputs), targets), share=1 / 2)
+            if loop.step % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    monkeypatch.undo()
+    run = Run(tmp_path / "old")
+    run.refresh()
+    assert (run.step, run.steps_wanted, run.steps_per_epoch) == (4, 4, 3)
+    assert [row["step"] for row in run.epochs] == [3, 4]
+    found = {}
+    for name in ("old", "new"):
+        weight, result = fit(batch_size=8, accumulate=2, epochs=None, steps=6, out=tmp_path / name)
+        rows = [(row["step"], row["loss"]) for row in read_rows(tmp_path / name / "losses.csv")]
+        found[name] = (weight, rows, [row["step"] for row in result.history])
+    torch.testing.assert_close(found["old"][0], found["new"][0], rtol=0, atol=0)
+    assert found["old"][1] == [(step, pytest.approx(loss)) for step, loss in found["new"][1]]
+    assert found["old"][2] == found["new"][2] == [3, 6]
+
+
+def test_a_step_before_its_last_batch_is_an_error():
+    with photinus.init("gloo", "cpu"):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = photinus.Loop(model, optimizer, points(16), batch_size=4, accumulate=2, epochs=1, report=QUIET)
+        for x, y in loop:
+            loop.backward(cross_entropy(model(x), y))
+            with pytest.raises(photinus.errors.PhotinusError, match=r"SGD\.step\(\) before the last batch of step 1"):
+                optimizer.step()
+            break
 
 
 def test_bfloat16_computes_otherwise_and_keeps_parameters_in_float32():

@@ -68,7 +68,7 @@ def test_the_folder_holds_plain_torch_files_and_a_readable_manifest(tmp_path: Pa
     path = CheckpointFolder(tmp_path).save(7, state(7), description={"lr": 0.1})
     assert torch.load(path / "model.pt", weights_only=True)["weight"][0] == 7
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["description"]) == (1, 7, {"lr": 0.1})
+    assert (manifest["format"], manifest["step"], manifest["description"]) == (2, 7, {"lr": 0.1})
     assert (manifest["photinus"], manifest["torch"]) == (photinus.__version__, torch.__version__)
     for entry, record in manifest["files"].items():
         file = path / f"{entry}.pt"
@@ -254,10 +254,10 @@ def test_whatever_is_wrong_with_a_checkpoint_is_named(tmp_path: Path, harm: Any,
 
 def test_a_manifest_of_a_future_format_is_refused_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path)
-    monkeypatch.setattr("photinus.trainer.checkpoint.manifest._FORMAT", 2)
+    monkeypatch.setattr("photinus.trainer.checkpoint.manifest._FORMAT", 3)
     path = folder.save(1, state(1), description={})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"format 2, written by photinus .*; this one reads 1"):
+    with pytest.raises(CheckpointError, match=r"format 3, written by photinus .*; this one reads 1 and 2"):
         find_checkpoint(path)
 
 

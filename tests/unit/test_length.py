@@ -136,9 +136,12 @@ def test_places_are_told_in_what_the_run_counts() -> None:
     assert Length(5, None).describe(inside) == "epoch 3 of 5, 3 batches done, step 15"
     assert Length(None, 40).describe(inside) == "step 15 of 40, in epoch 3"
     start = Position()
-    assert (Length(None, 40).epochs_of(start, 6), Length(None, 40).steps_of(start, 6)) == (7, 40)
-    assert (Length(5, None).epochs_of(start, 6), Length(5, None).steps_of(start, 6)) == (5, 30)
-    assert (Length(5, None).steps_of(inside, 6), Length(None, 40).epochs_of(inside, 6)) == (30, 7)
+    assert (Length(None, 40).epochs_of(start, 6, 1), Length(None, 40).steps_of(start, 6, 1)) == (7, 40)
+    assert (Length(5, None).epochs_of(start, 6, 1), Length(5, None).steps_of(start, 6, 1)) == (5, 30)
+    assert (Length(5, None).steps_of(inside, 6, 1), Length(None, 40).epochs_of(inside, 6, 1)) == (30, 7)
+    # Of 2 batches: 5 of an epoch's 6 are done, in 3 steps, so that one step is left of it.
+    inside = Position(epochs_done=2, batches_done=5, step=9)
+    assert (Length(5, None).steps_of(inside, 6, 2), Length(None, 12).epochs_of(inside, 6, 2)) == (16, 4)
 
 
 def test_the_last_step_is_known_after_a_change_of_batch_size(tmp_path: Path, world: Any) -> None:

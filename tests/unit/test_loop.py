@@ -429,6 +429,8 @@ def test_what_cannot_be_right_about_saving_is_told_at_once_where_it_is_written()
             Saving(best=best)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tensorboard needs True or False, not 'yes'"):
         photinus.Reporting(tensorboard="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config is a int, but a dict"):
+        photinus.Reporting(config=3)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +471,7 @@ def test_an_option_that_is_not_there_names_what_to_write(function: Any, name: st
         ({"report": False}, TypeError, r"report=False: needs a photinus\.Reporting"),
         ({"out": 3}, TypeError, "out=3: needs the path"),
         ({"state": [1]}, TypeError, r"state=\[1\]: needs a dict"),
-        ({"config": 5}, TypeError, "config is a int, but a dict"),
+        ({"accumulate": 0}, ValueError, "accumulate=0 is too small"),
     ],
 )
 def test_what_is_wrong_is_refused_before_the_folder_is_touched(
@@ -1334,8 +1336,8 @@ def test_what_could_not_be_saved_or_put_back_is_refused_before_any_work(
 
 
 def test_config_json_says_how_the_run_came_about(tmp_path: Path, world: Any) -> None:
-    list(_loop(epochs=1, out=tmp_path, config={"lr": 0.1, "path": tmp_path}))
-    list(_loop(epochs=2, out=tmp_path, config={"lr": 0.1}))
+    list(_loop(epochs=1, out=tmp_path, report=photinus.Reporting(config={"lr": 0.1, "path": tmp_path})))
+    list(_loop(epochs=2, out=tmp_path, report=photinus.Reporting(config={"lr": 0.1})))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["options"]["batch_size"] == 4
     assert config["user"] == {"lr": 0.1}

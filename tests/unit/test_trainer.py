@@ -317,8 +317,8 @@ def test_wrong_options_are_refused_before_any_work(options: dict[str, Any], mess
             "unknown strategy 'zero4'", "save=3", "precision='fp16'", "metrics is a list", "epochs=None and steps=None",
         ]),
         ({"resume": 3, "report": photinus.Reporting(tensorboard=True)}, ["resume=3", "give out=..., too"]),
-        ({"accumulate": 0, "clip_norm": -1, "config": 3, "scheduler": "cosine"}, [
-            "accumulate=0", "clip_norm=-1", "config is a int", "scheduler is a str",
+        ({"accumulate": 0, "clip_norm": -1, "scheduler": "cosine"}, [
+            "accumulate=0", "clip_norm=-1", "scheduler is a str",
         ]),
     ],
 )  # fmt: skip

@@ -11,16 +11,18 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .curve import Curve
 from .events import EVENTS, Event, cause_of, is_alive, read_event
 from .files import Tail, plain_file
-from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_window
+from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_window, steps_of
 
 CONFIG = "config.json"
+FORMAT = 2
+"""Of a run's folder. Before, a step was a batch, also where the Trainer accumulated gradients."""
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 
 _MOST = 2**53  # steps and epochs; what is larger was never counted
@@ -67,6 +69,7 @@ class Run:
         self.events: list[Event] = []
         self.damaged = 0
         self._points = points
+        self._batches = 1  # of a step, where the files count batches
         self._tails = {name: Tail(folder / name) for name in (LOSSES, RANKS, EVENTS)}
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._columns: list[str] = []
@@ -80,13 +83,25 @@ class Run:
 
     def refresh(self) -> None:
         """Reads what has come since the last time."""
+        if self._change_times(CONFIG):  # first: it says what the others count
+            self.config = self._read_config()
+            self._batches = batches_of_step(self.config)
         self._read_losses()
-        self._extend(self.windows, RANKS, read_window)
-        self._extend(self.events, EVENTS, read_event)
+        self._extend(self.windows, RANKS, self._read_window)
+        self._extend(self.events, EVENTS, self._read_event)
         if self._change_times(METRICS):
             self.epochs = self._read_epochs()
-        if self._change_times(CONFIG):
-            self.config = self._read_config()
+
+    def _read_window(self, line: str) -> Window | None:
+        window = read_window(line)
+        return window if window is None or self._batches == 1 else window.in_steps_of(self._batches)
+
+    def _read_event(self, line: str) -> Event | None:
+        event = read_event(line)
+        if event is None or self._batches == 1:
+            return event
+        lengths = {n: steps_of(_whole(event.facts.get(n)), self._batches) for n in ("steps", "steps_per_epoch")}
+        return replace(event, step=steps_of(event.step, self._batches), facts={**event.facts, **lengths})
 
     def _extend(self, known: list[Any], name: str, read: Callable[[str], Any]) -> None:
         anew, lines = self._tails[name].read()
@@ -111,6 +126,7 @@ class Run:
             try:
                 row = dict(zip(self._columns, cells, strict=True))
                 step, epoch, loss = int(row["step"]), int(row["epoch"]), _drawable(row["loss"])
+                step = steps_of(step, self._batches)
             except (ValueError, KeyError):
                 step = epoch = -1
             if not (0 <= step < _MOST and 0 <= epoch < _MOST):
@@ -139,7 +155,8 @@ class Run:
                 rows.append({name: _drawable(cell) for name, cell in zip(names, cells, strict=True) if cell})
             except ValueError:
                 self.damaged += 1
-        return [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
+        rows = [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
+        return [{**row, "step": float(steps_of(int(row["step"]), self._batches))} for row in rows]
 
     def _read_config(self) -> dict[str, Any]:
         try:
@@ -261,6 +278,14 @@ class Run:
 
     def _of_start(self, name: str) -> Any:
         return self.starts[-1].facts.get(name) if self.starts else None
+
+
+def batches_of_step(config: dict[str, Any]) -> int:
+    """Return how many batches an optimizer's step has, if the run's files count batches; else 1."""
+    options = config.get("options")
+    if config.get("format") == FORMAT or not isinstance(options, dict):
+        return 1
+    return _whole(options.get("accumulate")) or 1
 
 
 def is_run(folder: Path) -> bool:

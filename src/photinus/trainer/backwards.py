@@ -45,6 +45,7 @@ class Backwards:
         self._hooks: list[Any] = []
         self._always_reached: set[int] = set()  # optimizers, by each backward
         self._watched = False  # while a body of the loop runs
+        self._may_step = True  # in the running body
         self._body = 0  # the running one, from 1
         self._settled = 0  # the last body after which no optimizer had gradients to use
         self._group = 0  # bodies whose gradients added up, up to the last one
@@ -95,9 +96,9 @@ class Backwards:
         used = all(stepped > self._settled or not stepped for reached, stepped in waiting if reached > stepped)
         return used and self._body - self._settled >= max(bodies, _SURE_BODIES)
 
-    def body_began(self, step: int) -> None:
-        """The loop hands out the batch of a step."""
-        self._watched, self._step, self._evaluations = True, step, 0
+    def body_began(self, step: int, *, may_step: bool) -> None:
+        """The loop hands out a batch of a step: the last one if it `may_step`."""
+        self._watched, self._may_step, self._step, self._evaluations = True, may_step, step, 0
         self._body += 1
 
     def body_ended(self) -> bool:
@@ -147,6 +148,11 @@ class Backwards:
         if place == 0:
             rate = optimizer.param_groups[0].get("lr")
             self.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        if self._watched and not self._may_step:
+            raise PhotinusError(
+                f"{type(optimizer).__name__}.step() before the last batch of step {self._step}: with accumulate=... "
+                f"the ranks' gradients are averaged in the last one. Write `if loop.step_due: optimizer.step()`."
+            )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:  # a closure has its backward inside the step
             self._check(place, optimizer)

@@ -14,7 +14,8 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from .session.wrapping import (
     check_optimizer,
     check_schedulers,
     check_second_models,
+    exchanges_gradients,
 )
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
@@ -66,10 +68,14 @@ class Loop:
         optimizer: over the model's parameters.
         train_set: map-style data set, equal on all ranks; or torch's DataLoader over one, or a `photinus.loader`, which
             say how it is shuffled, collated and loaded.
-        batch_size: samples of one step over ALL ranks, at least one for each. Parts may differ by one sample. Default:
+        batch_size: samples of one batch over ALL ranks, at least one for each. Parts may differ by one sample. Default:
             the loader's.
+        accumulate: the gradients of N batches (micro-batches) make one step of the optimizer, on their mean. The body
+            steps where `step_due` is true, and needs neither `no_sync` nor `share`. At an epoch's end the batches that
+            are left make a step.
         epochs: the run ends after N epochs, counted from its first start.
-        steps: instead of epochs: the run ends after N batches. If that is inside an epoch, the epoch ends there too.
+        steps: instead of epochs: the run ends after N steps of the optimizer. If that is inside an epoch, the epoch
+            ends there too.
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
             curves.png; `photinus top` and `photinus report` show it. None writes nothing.
         resume: "auto" continues from the newest complete checkpoint in `out`; "never" (or None) starts over and moves
@@ -84,8 +90,8 @@ class Loop:
             whole run) and at the run's end; None: at the end of each epoch.
         save: a `photinus.Saving`: when to save, and which checkpoints to keep. Default: at each epoch's end and every
             ten minutes; the newest two.
-        report: a `photinus.Reporting`: what rank 0 shows. Default: progress and `curves.png`.
-        config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
+        report: a `photinus.Reporting`: what rank 0 shows, and the script's own options. Default: progress and
+            `curves.png`.
 
     All ranks check that they hold the same parameters, before each checkpoint and as often as costs at most 0.5 % of
     the time. If they should differ for a while (local SGD): `photinus.wrap(..., check_ranks=False)`.
@@ -102,7 +108,7 @@ class Loop:
         model: as it was given.
         out: the run's folder, or None.
         rank: of this process.
-        epochs, steps, steps_per_epoch: how long the run is.
+        epochs, steps, steps_per_epoch: how long the run is; steps are the optimizer's.
         resumed_from: path of the checkpoint that the run goes on from, None for a fresh start.
         checkpoint: path of the newest checkpoint of this run, None before the first.
     """
@@ -115,6 +121,7 @@ class Loop:
         train_set: Dataset[Any] | DataLoader[Any] | Loader,
         *,
         batch_size: int | None = None,
+        accumulate: int = 1,
         epochs: int | None = None,
         steps: int | None = None,
         out: str | os.PathLike[str] | None = None,
@@ -123,7 +130,6 @@ class Loop:
         validate_every_steps: int | None = None,
         save: Saving | None = None,
         report: Reporting | None = None,
-        config: Any = None,
         _body: Mapping[str, JSON] | None = None,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
@@ -138,7 +144,7 @@ class Loop:
             # They need neither model nor data, and one error lists all that is wrong with them.
             check_options(
                 epochs=epochs, steps=steps, out=out, resume=resume, state=state, save=save, report=report,
-                config=config, validate_every_steps=validate_every_steps,
+                validate_every_steps=validate_every_steps, accumulate=accumulate,
             )  # fmt: skip
             if report.tensorboard and session.is_main:
                 check_tensorboard()
@@ -151,7 +157,9 @@ class Loop:
             check_second_models(model, others, session.world_size)
             self._strategy = strategy_of(model)
             self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
-            training = {**vars(self._wrapped).get(WRAPPED, {"strategy": self._strategy.name}), **(_body or {})}
+            self._accumulate = int(accumulate)
+            wrapping: Mapping[str, JSON] = vars(self._wrapped).get(WRAPPED, {"strategy": self._strategy.name})
+            training = {**wrapping, "accumulate": self._accumulate, **(_body or {})}
             self._loader = train_batches(train_set, batch_size, (session.rank, session.world_size), session.device)
             batches, shares = self._loader, self._loader.shares
             order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
@@ -162,6 +170,8 @@ class Loop:
         alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers)
+        wrapped = [unwrap_compiled(each) for each in models if exchanges_gradients(each)]
+        self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
@@ -172,7 +182,7 @@ class Loop:
                 self._saves.check()
         # Last, because it locks the folder and moves away what lies there: all that can be wrong was looked at before.
         least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-        self._folder = RunFolder(session, out, resume, spec, user_options(config), report, least_bytes)
+        self._folder = RunFolder(session, out, resume, spec, user_options(report.config), report, least_bytes)
         self.out = self._folder.path
         self._begin_at_the_checkpoint(report)
 
@@ -183,27 +193,32 @@ class Loop:
         self.resumed_from: Path | None = None
         self.checkpoint: Path | None = None
         self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
-        self.steps_per_epoch = len(self._loader)
+        self._batches_per_epoch = len(self._loader)
+        self.steps_per_epoch = -(-self._batches_per_epoch // self._accumulate)
         # Ranks that do not see rank 0's disk have a copy for the time of the block, so they load inside it.
         with self._folder.starting_point() as checkpoint:
             if checkpoint is not None:
-                self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
+                self._position, self._rng = self._saves.load(checkpoint, self._batches_per_epoch)
                 self._saved_step = self._position.step
                 self.resumed_from = self.checkpoint = checkpoint.path
                 status.tell(saved=self._saved_step)
         length = self._spec.length
-        self.epochs = length.epochs_of(self._position, self.steps_per_epoch)
-        self.steps = length.steps_of(self._position, self.steps_per_epoch)
+        self.epochs = length.epochs_of(self._position, self._batches_per_epoch, self._accumulate)
+        self.steps = length.steps_of(self._position, self._batches_per_epoch, self._accumulate)
         self._batch: Batch | None = None  # the one whose body runs
+        self._batches_done = 0  # of the running step
         self._validated_s = self._session.aside_s
         self._save_wanted = False
         self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
         self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
-        self._progress = Progress(report.progress and self._session.is_main, length, self.steps_per_epoch)
+        shown = report.progress and self._session.is_main
+        self._progress = Progress(shown, length, self._batches_per_epoch, self._accumulate)
         whole = {name: getattr(self, name) for name in ("epochs", "steps", "steps_per_epoch")}
-        self._folder.begin(self._position, {**whole, "batch_size": self._loader.batch_size}, self.resumed_from)
+        self._folder.begin(
+            self._position, {**whole, "batch_size": self._loader.batch_size * self._accumulate}, self.resumed_from
+        )
         if not self._session.is_main:
             return
         if self.finished:
@@ -229,23 +244,33 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Return the running step (batch), from 1, over the whole run; between batches, the number of done steps."""
+        """Return the optimizer's running step, from 1, over the whole run; between bodies, the number of done steps."""
         return self._position.step + (self._batch is not None)
 
     @property
-    def group_began(self) -> int:
-        """Return the step from which the Trainer counts batches of an optimizer step: where `accumulate` changed."""
-        return self._position.group_began
+    def micro_batch(self) -> int:
+        """Return the number of the running batch in its step, from 1 to `accumulate`; between bodies, of those done."""
+        return self._batches_done + (self._batch is not None)
+
+    @property
+    def step_due(self) -> bool:
+        """Return whether the optimizer steps in this body: it has the last batch of a step."""
+        return self._batch is not None and self.micro_batch == self._batches_of_step
+
+    @property
+    def _batches_of_step(self) -> int:
+        """Of the running one; fewer than `accumulate` at an epoch's end."""
+        return min(self._accumulate, self._batches_done + self._batches_per_epoch - self._position.batches_done)
 
     @property
     def epoch_ended(self) -> bool:
         """Return whether this is the last batch of the epoch, or of the run."""
-        return self._batch is not None and self._spec.length.epoch_ends(self._position, self.steps_per_epoch)
+        return self.whole_epoch_ended or (self.step_due and self.step == self._spec.length.steps)
 
     @property
     def whole_epoch_ended(self) -> bool:
         """Return whether this is the last batch of a whole epoch. There, step a scheduler that counts epochs."""
-        return self._batch is not None and self._position.batches_done + 1 == self.steps_per_epoch
+        return self._batch is not None and self._position.batches_done + 1 == self._batches_per_epoch
 
     @property
     def validation_due(self) -> bool:
@@ -256,7 +281,7 @@ class Loop:
         every = self._spec.validate_every_steps
         if every is None:
             return self.epoch_ended
-        return self._batch is not None and (self.step % every == 0 or self.step == self.steps)
+        return self.step_due and (self.step % every == 0 or self.step == self.steps)
 
     @property
     def finished(self) -> bool:
@@ -277,11 +302,10 @@ class Loop:
 
         Args:
             loss: mean over this rank's samples, shape [] or [1].
-            share: weight of this loss in the optimizer's step: 1/4 for each of four batches whose gradients accumulate,
-                or for each of four parts of one batch. The log shows the whole loss. Several calls in one body add up;
-                in a body with an optimizer step, each by its share. In a closure, its first evaluation is logged, or
-                the backward before it (SAM). If the gradients of four batches accumulate, the loss divided by 4, with
-                share 1, gives the same.
+            share: weight of this loss in the batch: 1/4 for each of four parts of it. `accumulate` needs none. The log
+                shows the whole loss. Several calls in one body add up; in a body with an optimizer step, each by its
+                share. In a closure, its first evaluation is logged, or the backward before it (SAM). Without
+                `accumulate`, a body that accumulates by itself gives each of four batches 1/4, or divides the loss.
             scaler: a `torch.amp.GradScaler` that scales the loss. You call its `step` and `update`.
 
         Raises:
@@ -298,8 +322,9 @@ class Loop:
 
     @property
     def weight(self) -> float:
-        """Return the weight of this rank's mean loss in the global batch: 1.0 if all ranks have the same number."""
-        return self._running_batch("loop.weight").weight
+        """Return the weight of this rank's mean loss in the step: 1.0 if all ranks have the same number of samples, and
+        a step has one batch."""
+        return self._running_batch("loop.weight").weight / self._batches_of_step
 
     def record(self, loss: Tensor, *, share: float = 1.0) -> None:
         """Log the loss of a backward that you run yourself, such as `(loss * loop.weight).backward()`.
@@ -323,16 +348,10 @@ class Loop:
         return self._batch
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context for all but the last batch of an optimizer step: gradients add up and are not averaged yet.
+        """Return a context in which gradients add up and are not averaged yet; `accumulate` needs none.
 
-            with loop.no_sync() if loop.step % 4 else nullcontext():
-                loop.backward(loss_fn(model(x), y), share=1 / 4)
-            if loop.step % 4 == 0:
-                loop.clip(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        The forward must be inside too. A checkpoint waits for the optimizer's next step.
+        For all but the last of several backwards of one batch, or where you choose anew which batches make a step. Each
+        batch then counts as a step, and a checkpoint waits for the optimizer's next one. The forward must be inside.
         """
         return self._strategy.no_sync(self._wrapped)
 
@@ -421,20 +440,28 @@ class Loop:
                 batches = self._loader.epoch(position.epochs_done, position.batches_done)
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
-                    self._numbers.begin_step(position.step + 1, self.epoch, batch)
-                    self._backwards.body_began(position.step + 1)
-                    yield batch.data
+                    self._numbers.begin_batch(position.step + 1, self.epoch, batch)
+                    self._backwards.body_began(position.step + 1, may_step=self.step_due)
+                    with self._gathering():
+                        yield batch.data
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
-                    epoch_ended, row_ended = self.epoch_ended, self.validation_due
+                    epoch_ended, row_ended, step_ended = self.epoch_ended, self.validation_due, self.step_due
                     self._batch = None
                     alone = self._backwards.body_ended()
+                    position.batches_done += 1
+                    position.samples_in_part += batch.global_samples
+                    self._batches_done += 1
+                    if not step_ended:
+                        self._clock.other_ended()
+                        self._progress.step(batch.global_samples, position.newest)
+                        continue
+                    self._batches_done = 0
                     self._numbers.end_step(alone=alone, adds_up_over=self._backwards.adds_up_over)
                     position.step += 1
-                    position.batches_done += 1
                     status.tell(steps=position.step)
                     self._suspending = self._suspending or watch.requested(position.step)
                     self._save_wanted |= self._suspending
-                    self._after_body(batch, row_ended=row_ended, epoch_ended=epoch_ended)
+                    self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended)
                     # In its last step a run finishes instead: there would be nothing left to resume.
                     if self._suspending and self._saved_step == position.step and not self.finished:
                         self._leave_suspended()
@@ -451,6 +478,14 @@ class Loop:
                 self._numbers.drop_last()
             self._progress.close()
             watch.close()
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """A body: but for the last of a step, its gradients add up on each rank and are not averaged."""
+        with ExitStack() as stack:
+            for no_sync in () if self.step_due else self._no_sync:
+                stack.enter_context(no_sync())
+            yield
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         """The epoch's next batch; None after the last."""
@@ -472,11 +507,10 @@ class Loop:
             seed = self._spec.seed if self._number == 1 else rng.derive_seed(self._spec.seed, "loop", self._number)
             rng.seed_everything(seed, rank=self._session.rank)
 
-    def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
-        """Do what is due between two bodies, in this order: losses, the row, the checkpoint."""
+    def _after_step(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
+        """Do what is due between two steps, in this order: losses, the row, the checkpoint."""
         position = self._position
         self._clock.other_ended()
-        position.samples_in_part += batch.global_samples
         saving = self._spec.saving
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
@@ -487,7 +521,7 @@ class Loop:
         if row_ended:
             self._end_row(epoch_ended)
         if epoch_ended:
-            if position.batches_done == self.steps_per_epoch:
+            if position.batches_done == self._batches_per_epoch:
                 position.end_epoch()
             self._save_wanted |= self.finished or position.epochs_done % saving.every_epochs == 0
         # Gradients that add up are no part of a checkpoint. At the run's end no step will come that it could wait for.
@@ -504,7 +538,7 @@ class Loop:
 
     def _has_to_wait(self) -> bool:
         """Return whether gradients add up for a later step: a checkpoint has no gradients, so it waits for it."""
-        if not self._backwards.unstepped or not self._backwards.waits_in_vain(self.steps_per_epoch):
+        if not self._backwards.unstepped or not self._backwards.waits_in_vain(self._batches_per_epoch):
             return self._backwards.unstepped
         if not self._told_unseen and self._session.is_main:
             say(
@@ -534,7 +568,7 @@ class Loop:
         rate = self._backwards.rate
         if rate is None:  # no step was seen, or the optimizer finds its rates itself
             rate = next((group.get("lr") for group in self._optimizer.param_groups), None)
-        whole = position.batches_done == self.steps_per_epoch if every is None else position.step % every == 0
+        whole = position.batches_done == self._batches_per_epoch if every is None else position.step % every == 0
         rate = math.nan if rate is None else float(rate)
         row = position.end_row(time.perf_counter() - self._session.aside_s, rate, whole=whole)
         kind = "epoch" if every is None else "validation"

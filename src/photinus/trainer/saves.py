@@ -113,7 +113,7 @@ class Saves:
 
         return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {folder.path}", is_long=True))
 
-    def load(self, checkpoint: Checkpoint, steps_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
+    def load(self, checkpoint: Checkpoint, batches_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.
 
         Returns:
@@ -123,7 +123,7 @@ class Saves:
             CheckpointError: it is damaged, or does not fit what is trained.
             ValueError: it lies inside an epoch, whose rest could not be the same.
         """
-        path, now = checkpoint.path, self._spec.to_dict()
+        path = checkpoint.path
         with together(f"loading {path}", is_long=True):
             content = checkpoint.load("cpu", mapped=("model", "optimizer"))
             missing = _OWN - set(content)
@@ -131,8 +131,10 @@ class Saves:
                 raise CheckpointError(f"{path} is not a checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             before, given = content["run"], content["run"]["given"]
+            if checkpoint.format < 2:
+                position.count_steps_of(before.get("accumulate", 1))
             samples_done = position.batches_done * before["batch_size"]
-            changed = self._spec.changes_since(before, samples_done, steps_per_epoch)
+            changed = self._spec.changes_since(before, samples_done, batches_per_epoch)
             position.batches_done = samples_done // self._spec.batch_size
             content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
             others = {name: state for name, state in content.items() if name not in _OWN}
@@ -153,8 +155,6 @@ class Saves:
                     f"requires_grad is no part of a checkpoint, and was another one when it was saved: {which}"
                 )
             position.start += 1
-            if before.get("accumulate") != now.get("accumulate"):
-                position.group_began = position.step
             length = self._spec.length
             counted_otherwise = (before["steps"] is None) != (length.steps is None)
             if counted_otherwise or position.stopped_of < length.wanted:  # stopped early, and now more is asked for

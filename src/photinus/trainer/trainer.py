@@ -21,7 +21,7 @@ from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..words import hint
 from .checkpoint.states import unwrap
-from .data.arguments import check_all, explains_unknown, refuse_if, whole_number
+from .data.arguments import check_all, explains_unknown, refuse_if
 from .data.loader import loader
 from .evaluation import BatchMean, Data, Metric, check_functions, evaluate, pair_of
 from .loop import Loop, measurements
@@ -78,22 +78,21 @@ class Trainer:
         optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
         epochs: the run ends after N epochs, counted from its first start.
-        steps: instead of epochs: the run ends after N batches, and then validates too.
-        batch_size: samples of one step over ALL ranks, at least one for each. Default: the loader's.
+        steps: instead of epochs: the run ends after N steps of the optimizer, and then validates too.
+        batch_size: samples of one batch over ALL ranks, at least one for each. Default: the loader's.
         accumulate: the optimizer steps after N batches, on the mean of their gradients: its batch is batch_size *
-            accumulate samples. The count continues over the ends of epochs. If fewer batches are left at the run's end,
-            they make a step on their mean. (Except when `loop.stop()` ends the run early.)
+            accumulate samples. If fewer batches are left at an epoch's end, they make a step on their mean.
         precision: "float32" (default), or "bfloat16": forward, loss and validation under torch.autocast, parameters and
             optimizer in float32.
-        out, resume, save, report, config: as for `photinus.Loop`.
+        out, resume, save, report: as for `photinus.Loop`.
         metrics: functions (outputs, targets) -> one value per sample, shape [n], by name, measured on the validation
             set. `valid_loss` is always measured.
         strategy: a name in `photinus.parallel.STRATEGIES`; see `photinus.wrap`. Default: "ddp".
         scheduler: learning-rate scheduler of the optimizer. ReduceLROnPlateau gets the validation loss.
         scheduler_every: "epoch" (default), or "step" (of the optimizer): when the scheduler steps. If the run's end
-            cuts an epoch (or `accumulate` batches) short, a longer run ends it, and then steps the scheduler.
+            cuts an epoch short, a longer run ends it, and then steps the scheduler.
         clip_norm: largest norm of the gradients over the whole model; None does not clip.
-        validate_every_steps: validate every N batches and at the run's end, instead of at the end of each epoch.
+        validate_every_steps: validate every N steps and at the run's end, instead of at the end of each epoch.
         callbacks: functions called as callback(loop) after each validation. They may call `loop.log(...)` and
             `loop.stop()`.
 
@@ -128,19 +127,18 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         save: Saving | None = None,
         report: Reporting | None = None,
-        config: Any = None,
     ) -> None:
         self._best = save.best if isinstance(save, Saving) else None
         self._loop_options: dict[str, Any] = {
             "epochs": epochs,
             "steps": steps,
+            "accumulate": accumulate,
             "out": out,
             "resume": resume,
             "state": None if scheduler is None else {"scheduler": scheduler},
             "validate_every_steps": validate_every_steps,
             "save": Saving() if save is None else save,
             "report": Reporting() if report is None else report,
-            "config": config,
         }
         every = f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"'
         width = (
@@ -160,7 +158,6 @@ class Trainer:
             partial(refuse_if, limit is not None and not (hasattr(limit, "__float__") and limit > 0), ValueError(norm)),
             partial(refuse_if, own, ValueError(taken)),
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
-            partial(whole_number, "accumulate", accumulate, least=1),
             partial(find_strategy, strategy),
         )
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
@@ -168,10 +165,9 @@ class Trainer:
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
         self._strategy, self._batch_size = strategy, batch_size
         self._clip_norm = clip_norm
-        self._accumulate = accumulate
         self._precision = precision
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
-        self._body: dict[str, JSON] = {"accumulate": accumulate, "precision": precision, "clip_norm": clip_norm}
+        self._body: dict[str, JSON] = {"precision": precision, "clip_norm": clip_norm}
         self._body |= {"scheduler_every": scheduler_every}
         self._callbacks = tuple(callbacks)
 
@@ -202,16 +198,12 @@ class Trainer:
             loop = Loop(model, optimizer, train_set, batch_size=batch_size, **self._loop_options, _body=self._body)
             if not loop.finished:
                 model.train()
-            began = loop.step
             for batch in loop:
                 inputs, targets = pair_of(batch, "the Trainer needs", _ADVICE)
-                first, end = self._step_of(loop, began)
-                last = loop.step == end
-                with nullcontext() if last else loop.no_sync():
-                    with self._autocast():
-                        loss = self._loss_fn(model(inputs), targets)
-                    loop.backward(loss, share=1 / (end - first))
-                if last:
+                with self._autocast():
+                    loss = self._loss_fn(model(inputs), targets)
+                loop.backward(loss)
+                if loop.step_due:
                     self._step(loop, optimizer)
                 measured: dict[str, float] = {}
                 if loop.validation_due and valid_set is not None:
@@ -260,22 +252,12 @@ class Trainer:
             self._wrapped = (session, *wrapped)
         return self._wrapped[1:]
 
-    def _step_of(self, loop: Loop, began: int) -> tuple[int, int]:
-        """Return the batches of the optimizer's step that this one belongs to: those after the first, up to the second.
-
-        They are fewer than `accumulate` at the run's end, and where it goes on after such an end.
-        """
-        done = loop.step - 1 - loop.group_began
-        start = loop.group_began + done // self._accumulate * self._accumulate
-        return max(start, began), min(start + self._accumulate, loop.steps)
-
     def _step(self, loop: Loop, optimizer: torch.optim.Optimizer) -> None:
         if self._clip_norm is not None:
             loop.clip(self._clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        whole = (loop.step - loop.group_began) % self._accumulate == 0
-        if whole and self._scheduler is not None and self._scheduler_every == "step":
+        if self._scheduler is not None and self._scheduler_every == "step":
             self._scheduler.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:

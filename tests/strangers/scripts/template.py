@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> dict[str, object]:
         batches = photinus.loader(clouds(101), batch_size=args.batch_size, drop_last=False)
         loop = photinus.Loop(
             model, optimizer, batches, epochs=args.epoch,
-            out=args.log_path, resume=args.resume or "auto", config=args, report=photinus.Reporting(curves=False),
+            out=args.log_path, resume=args.resume or "auto", report=photinus.Reporting(curves=False, config=args),
         )  # fmt: skip
         for points, targets in loop:
             loop.backward(nn.functional.cross_entropy(model(points), targets))

@@ -77,6 +77,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} holds step {self._manifest.step}: it was renamed, or mixed from two")
         self.step, self.serial, self.metric = self._manifest.step, self._manifest.serial, self._manifest.metric
         self.description: dict[str, Any] = self._manifest.description
+        self.format = self._manifest.format
         # Before anybody relies on it: torch.load takes flipped bits for weights, without a word.
         self._verified: list[tuple[int, ...]] = []
         self.verify()

@@ -28,7 +28,7 @@ from .durable import DurableFile, file_digest
 NAME = "manifest.json"
 ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 """Names that an entry may have: none of them leads out of the folder."""
-_FORMAT = 1
+_FORMAT = 2  # 1: a Loop's step is a batch, also where the Trainer accumulated gradients
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Manifest:
         description: the caller's own JSON.
         metric: the caller's measure of how good this one is, or None.
         photinus, torch: versions that wrote it.
+        format: of manifest and content; see _FORMAT.
     """
 
     step: int
@@ -59,11 +60,12 @@ class Manifest:
     metric: float | None = None
     photinus: str = __version__
     torch: str = str(torch.__version__)
+    format: int = _FORMAT
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest, durably. Raises OSError; ValueError or TypeError when the description is not JSON."""
-    text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1)
+    text = json.dumps({**asdict(manifest), "format": _FORMAT}, indent=1)
     head = text.removesuffix("\n}").encode()
     with DurableFile(folder / NAME) as file:
         file.write(head + _seal(head))
@@ -117,9 +119,9 @@ def file_name(entry: str) -> str:
 
 
 def _parse(data: Mapping[str, Any]) -> Manifest:
-    if data["format"] != _FORMAT:
+    if data["format"] not in (1, _FORMAT):
         raise ValueError(
-            f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads {_FORMAT}"
+            f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads 1 and {_FORMAT}"
         )
     wrong = [entry for entry in data["files"] if not ENTRY.fullmatch(entry)]
     if wrong:
@@ -128,7 +130,7 @@ def _parse(data: Mapping[str, Any]) -> Manifest:
     if not isinstance(data["description"], dict) or metric != metric:
         raise TypeError("its description is not an object, or its metric not a number")
     files = {entry: FileRecord(_whole(found, "bytes"), str(found["digest"])) for entry, found in data["files"].items()}
-    rest = {name: data[name] for name in ("description", "photinus", "torch")}
+    rest = {name: data[name] for name in ("description", "photinus", "torch", "format")}
     return Manifest(_whole(data, "step"), _whole(data, "serial"), files, metric=metric, **rest)
 
 

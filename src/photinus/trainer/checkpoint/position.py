@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import JSON
-from ...runlog.tables import Row, StepLoss
+from ...runlog.tables import Row, StepLoss, steps_of
 from ...runlog.units import plural
 from ..data.arguments import whole_number
 
@@ -23,9 +23,8 @@ class Position:
     Attributes:
         epochs_done: epochs finished.
         batches_done: batches of the running epoch that are done; 0 between two epochs.
-        step: batches done over the whole run.
+        step: steps of the optimizer that are done, over the whole run.
         start: which start of the run this is, from 1.
-        group_began: the step from which the Trainer counts the batches of an optimizer's steps.
         stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
         loss_sum, loss_samples: since the last row, for its mean.
         elapsed_s: seconds of training (validation and checkpoints left out) of all starts, up to the last row, or to
@@ -38,7 +37,6 @@ class Position:
     batches_done: int = 0
     step: int = 0
     start: int = 1
-    group_began: int = 0
     stopped_of: int = 0
     loss_sum: float = 0.0
     loss_samples: int = 0
@@ -67,6 +65,11 @@ class Position:
                 f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
             )
         return cls(**{name: saved[name] for name in _saved_names()})
+
+    def count_steps_of(self, batches: int) -> None:
+        """Counts steps of N batches in place of batches, which an earlier version counted."""
+        self.step = steps_of(self.step, batches)
+        self.history = [{**row, "step": steps_of(int(row["step"]), batches)} for row in self.history]
 
     def begin(self, clock_s: float) -> None:
         """Bodies begin, or go on after a body was left early, whose row goes on."""
@@ -170,23 +173,29 @@ class Length:
         done = position.step if self.epochs is None else position.epochs_done
         return done >= self.wanted or position.stopped_of >= self.wanted
 
-    def epoch_ends(self, position: Position, steps_per_epoch: int) -> bool:
-        """Return whether the epoch ends with the next step: with its last batch, or because the run does."""
-        return position.batches_done + 1 == steps_per_epoch or position.step + 1 == self.steps
+    def epochs_of(self, position: Position, batches: int, accumulate: int) -> int:
+        """The number of epochs of the run, the last perhaps in part. Those done may have had other batches.
 
-    def epochs_of(self, position: Position, steps_per_epoch: int) -> int:
-        """The number of epochs of the run, the last perhaps in part. Those done may have had other batches."""
+        Args:
+            batches, accumulate: of an epoch; of a step. An epoch's end closes a step.
+        """
         if self.epochs is not None:
             return self.epochs
-        left = max(0, self.wanted - position.step) + position.batches_done
-        return position.epochs_done + -(-left // steps_per_epoch)
+        left = max(0, self.wanted - position.step) + -(-position.batches_done // accumulate)
+        return position.epochs_done + -(-left // -(-batches // accumulate))
 
-    def steps_of(self, position: Position, steps_per_epoch: int) -> int:
+    def steps_of(self, position: Position, batches: int, accumulate: int) -> int:
         """The number of steps of the run. Those done may have had other batches."""
         if self.epochs is None:
             return self.wanted
-        left = (self.epochs - position.epochs_done) * steps_per_epoch - position.batches_done
-        return position.step + max(0, left)
+        epochs = self.epochs - position.epochs_done
+        if epochs <= 0:
+            return position.step
+        return (
+            position.step
+            + -(-(batches - position.batches_done) // accumulate)
+            + (epochs - 1) * -(-batches // accumulate)
+        )
 
     def describe(self, position: Position) -> str:
         """The place in words: `epoch 3 of 15, 12 batches done, step 56`."""

@@ -46,6 +46,7 @@ _MOVED = {
     **dict.fromkeys(("keep_last", "best"), "write save=photinus.Saving({}=...)"),
     **dict.fromkeys(("progress", "curves", "tensorboard"), "write report=photinus.Reporting({}=...)"),
     "state": "keep a photinus.Loop of your own, which takes it",
+    "config": "write report=photinus.Reporting(config=...)",
     "compare_parameters": "write photinus.wrap(..., check_ranks=False)",
     "sync_batch_norm": _TO_WRAP,
     "strategy_options": "wrap the model first: photinus.wrap(model, optimizer, strategy=..., **strategy_options)",

@@ -22,7 +22,7 @@ import torch
 
 from ... import env
 from ...runlog.files import plain_file, write_atomically
-from ...runlog.run import CONFIG
+from ...runlog.run import CONFIG, FORMAT
 from ...words import mask, mask_words
 from ..session.replicas import plain
 from ..session.session import Session
@@ -71,7 +71,8 @@ def save_config(
         go_on: keep the starts that are listed already.
     """
     earlier = read_config(folder).get("starts", []) if go_on else []
-    content = {"options": plain(options, str), "user": mask(plain(user, str)), "starts": [*earlier, start]}
+    content = {"format": FORMAT, "options": plain(options, str), "user": mask(plain(user, str))}
+    content["starts"] = [*earlier, start]
     path = folder / CONFIG
     mode = path.stat().st_mode & 0o777 if path.is_file() else 0o600  # a group that shares the folder changes it once
     write_atomically(path, json.dumps(content, indent=2) + "\n", mode=mode)

@@ -21,7 +21,7 @@ from ...job import status
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import JSON, from_rank_0
 from ...runlog.events import EVENTS, append_event, read_events, this_process
-from ...runlog.run import CONFIG, FILES
+from ...runlog.run import CONFIG, FILES, batches_of_step
 from ...runlog.tables import LOSSES, METRICS, Row, RunFiles, StepLoss, Window, drop_windows_after
 from ..checkpoint.durable import explain_no_space, require_space
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, on_all_ranks
@@ -29,7 +29,7 @@ from ..checkpoint.position import Position
 from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.session import Session
-from .config import describe_start, save_config
+from .config import describe_start, read_config, save_config
 from .curves import PICTURE, draw_curves
 from .resume import Source, choose_source, describe_launch, folder_of_this_job
 from .run_lock import RunLock, ranks_without
@@ -141,7 +141,7 @@ class RunFolder:
         step, goes_on = position.step, self._source.goes_on
         source = None if resumed_from is None else str(resumed_from)
         start = describe_start(self._session, resumed_from=source, resumed_step=step, launch=describe_launch())
-        files.go_on_from(step, position.history)
+        files.go_on_from(step, position.history, batches_of_step(read_config(path)) if goes_on else 1)
         drop_windows_after(path, step)
         save_config(path, self._options, self._user, start, go_on=goes_on)
         if self._reporting.tensorboard:

@@ -47,10 +47,24 @@ _RANKS_WRITTEN_AT_ONCE = 32
 class _Step:
     number: int
     epoch: int
-    batch: Batch
-    # Of the running body: losses, their shares, and by what the loss was divided before it came.
-    parts: list[tuple[Tensor, float, int]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    # Losses, each with the number of batches that had come, its share, and by what it was divided before it came.
+    parts: list[tuple[Tensor, int, float, int]] = field(default_factory=list)
     loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
+
+    @property
+    def samples(self) -> float:
+        """This rank's samples, of a batch: those of one that is as large as the mean of all."""
+        return sum(map(self.samples_of, self.batches)) / len(self.batches)
+
+    def samples_of(self, batch: Batch) -> float:
+        """This rank's, were the batch as large as the step's others."""
+        return batch.samples * (self.global_samples / (batch.global_samples * len(self.batches)))
+
+    @property
+    def global_samples(self) -> int:
+        """Of all ranks and batches."""
+        return sum(batch.global_samples for batch in self.batches)
 
 
 class RunNumbers:
@@ -68,22 +82,29 @@ class RunNumbers:
         """Return whether it is time to exchange; equal on all ranks."""
         return len(self._steps) >= self._times.steps_to_next
 
-    def begin_step(self, step: int, epoch: int, batch: Batch) -> None:
-        """The body of a batch begins."""
-        self._steps.append(_Step(step, epoch, batch))
+    def begin_batch(self, step: int, epoch: int, batch: Batch) -> None:
+        """The body of a batch begins, which belongs to a step."""
+        if not self._steps or self._steps[-1].number != step:
+            self._steps.append(_Step(step, epoch))
+        self._steps[-1].batches.append(batch)
 
     def add(self, loss: Tensor, share: float) -> None:
         """Takes a loss of the running step: scalar, mean over this rank's samples."""
-        self._steps[-1].parts.append((loss.detach().to(torch.float32, copy=True).reshape(()), share, divisor_of(loss)))
+        step, kept = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
+        step.parts.append((kept, len(step.batches), share, divisor_of(loss)))
 
     def end_step(self, *, alone: bool, adds_up_over: Callable[[int], bool]) -> None:
-        """The body is over. Several losses add up: by their shares where its gradients are all of an optimizer's step
-        (`alone`), else whole, as the body is one of several with such shares. Where gradients of N bodies add up
-        (`adds_up_over`), a loss that came divided by N has the share 1 / N."""
+        """The step's last body is over. Several losses add up: by their shares where its gradients are all of an
+        optimizer's step (`alone`, or several batches), else whole, as the body is one of several with such shares.
+        Where gradients of N bodies add up (`adds_up_over`), a loss that came divided by N has the share 1 / N."""
         step = self._steps[-1]
         parts, step.parts = step.parts, []
-        whole = 1.0 if alone and len(parts) > 1 else max((share for _, share, _ in parts), default=1.0)
-        for loss, share, divisor in parts:
+        batches, samples = len(step.batches), step.samples
+        if batches > 1:
+            self._add_up(step, parts, samples)
+            return
+        whole = 1.0 if alone and len(parts) > 1 else max((share for _, _, share, _ in parts), default=1.0)
+        for loss, _, share, divisor in parts:
             loss = loss if share == whole else loss * (share / whole)
             if not alone and share == 1.0 and divisor > 1 and adds_up_over(divisor):
                 loss = loss * divisor
@@ -93,9 +114,25 @@ class RunNumbers:
                 self._told_of_divisor = True
             step.loss = loss if step.loss is None else step.loss + loss
 
+    def _add_up(self, step: _Step, parts: list[tuple[Tensor, int, float, int]], samples: float) -> None:
+        """The losses of a step of several batches, which its gradients are averaged over."""
+        for loss, place, share, divisor in parts:
+            batch = step.batches[place - 1]
+            if divisor == len(step.batches) and not self._told_of_divisor:
+                self._told_of_divisor = True
+                if self._session.is_main:
+                    say(f"warning: your body divides the loss by {divisor}, and accumulate={divisor} does it too")
+            if batch.samples:  # else it is a mean of nothing, which is nan
+                loss = loss * (share / len(step.batches) * step.samples_of(batch) / samples)
+                step.loss = loss if step.loss is None else step.loss + loss
+
     def drop_last(self) -> None:
         """The body was left before its end, so its batch does not count."""
-        self._steps.pop()
+        step = self._steps[-1]
+        step.batches.pop()
+        step.parts = [part for part in step.parts if part[1] <= len(step.batches)]
+        if not step.batches:
+            self._steps.pop()
 
     def exchange(
         self, position: Position, folder: RunFolder, wishes: Sequence[bool], *, epoch: int, saves: bool
@@ -115,7 +152,7 @@ class RunNumbers:
             OSError: rank 0 could not write; every rank raises.
             ValueError, ModelMismatchError: the ranks no longer train the same; see Replicas.
         """
-        steps, samples = len(self._steps), sum(each.batch.global_samples for each in self._steps)
+        steps, samples = len(self._steps), sum(each.global_samples for each in self._steps)
         file_error = folder.error
         times, digests = self._times.mine(), self._replicas.mine(saves=saves)
         sent = [float(file_error is not None), *map(float, wishes), *times, *digests]
@@ -148,7 +185,7 @@ class RunNumbers:
         means = iter(torch.stack(given).tolist() if given else [])
         sums, counts = [], []
         for step in self._steps:
-            mean, samples = 0.0 if step.loss is None else next(means), step.batch.samples
+            mean, samples = 0.0 if step.loss is None else next(means), step.samples
             # Of no samples the mean is nan, and must count as nothing.
             sums.append(mean * samples if samples else 0.0)
             counts.append(0 if step.loss is None else samples)
@@ -159,7 +196,7 @@ class RunNumbers:
             vector = tensor.tolist()
         n = len(self._steps)
         losses = [
-            StepLoss(step.number, step.epoch, total / count, step.batch.global_samples)
+            StepLoss(step.number, step.epoch, total / count, step.global_samples)
             for step, total, count in zip(self._steps, vector[:n], vector[n : 2 * n], strict=True)
             if count
         ]

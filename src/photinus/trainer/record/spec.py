@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -58,25 +58,28 @@ class Saving:
 
 @dataclass(frozen=True)
 class Reporting:
-    """The display of a run on rank 0: `report=photinus.Reporting(tensorboard=True)`. Files in `out` are always written.
+    """The display and records of a run: `report=photinus.Reporting(config=args)`. Files in `out` are always written.
 
     Args:
         progress: show a progress bar, and a line per epoch. Default: True.
         curves: draw `curves.png` in `out` at the end. Default: True.
         tensorboard: also write event files for TensorBoard, in `tensorboard/` of `out`. Default: False.
+        config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
 
     Raises:
-        TypeError: one is neither True nor False.
+        TypeError: one is neither True nor False; `config` is something else.
     """
 
     progress: bool = True
     curves: bool = True
     tensorboard: bool = False
+    config: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            refuse_if(not isinstance(value, bool), TypeError(f"{each.name} needs True or False, not {value!r}"))
+        for name in ("progress", "curves", "tensorboard"):
+            value = getattr(self, name)
+            refuse_if(not isinstance(value, bool), TypeError(f"{name} needs True or False, not {value!r}"))
+        user_options(self.config)
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -96,10 +99,10 @@ def check_options(**options: Any) -> None:
     folder = "tensorboard=True writes event files into the run's folder: give out=..., too"
     check_all(
         partial(Length, options["epochs"], options["steps"]),
+        partial(whole_number, "accumulate", options["accumulate"], least=1),
         partial(whole_number, "validate_every_steps", 1 if every is None else every, least=1),
         *(partial(refuse_if, True, TypeError(needs[name])) for name in wrong),
         partial(refuse_if, getattr(report, "tensorboard", False) and options["out"] is None, ValueError(folder)),
-        partial(user_options, options["config"]),
     )
 
 
@@ -112,7 +115,7 @@ class RunSpec:
         length: after which the run ends.
         validate_every_steps: None for the end of each epoch.
         saving: when it saves.
-        training: how a step is made: the options of `wrap`, and those of the Trainer.
+        training: how a step is made: `accumulate`, the options of `wrap`, and those of the Trainer.
     """
 
     batch_size: int
@@ -132,7 +135,7 @@ class RunSpec:
         every: dict[str, JSON] = {"validate_every_steps": self.validate_every_steps}
         return {**order, **asdict(self.length), **self.training, **every, **saving}
 
-    def changes_since(self, saved: Mapping[str, Any], samples_done: int, steps_per_epoch: int) -> list[str]:
+    def changes_since(self, saved: Mapping[str, Any], samples_done: int, batches_per_epoch: int) -> list[str]:
         """Compares with the run that saved a checkpoint; returns `name=now (was then)` of each option that changed.
 
         Args:
@@ -148,7 +151,7 @@ class RunSpec:
         batches, rest = divmod(samples_done, self.batch_size)
         for name in changed if samples_done else ():
             repeats = name in _ORDER and (name != "batch_size" or rest)
-            if repeats or (name in ("batch_size", "drop_last") and batches >= steps_per_epoch):
+            if repeats or (name in ("batch_size", "drop_last") and batches >= batches_per_epoch):
                 raise ValueError(
                     f"cannot go on inside an epoch: {name} was {saved[name]} when the checkpoint was saved and is "
                     f"{now[name]} now, and {samples_done} samples of the epoch are done, so its rest would "

@@ -34,16 +34,16 @@ class Progress:
     Args:
         shown: whether this process shows anything (rank 0, and the user wants it).
         length: of the whole run; by steps, the bar is of all its steps.
-        steps: of an epoch.
+        batches, accumulate: of an epoch; of a step.
     """
 
-    def __init__(self, shown: bool, length: Length, steps: int) -> None:
+    def __init__(self, shown: bool, length: Length, batches: int, accumulate: int) -> None:
         self.shown = shown
-        self._length, self._steps = length, steps
+        self._length, self._batches, self._accumulate = length, batches, accumulate
         self._wants_bar = shown and sys.stderr.isatty()
 
-    def start_epoch(self, epoch: int, done: int, step: int, samples_per_step: int) -> None:
-        """Begins the bar of epoch `epoch` (from 1), of which `done` steps are done, and `step` of the whole run."""
+    def start_epoch(self, epoch: int, done: int, step: int, samples_per_batch: int) -> None:
+        """Begins the bar of epoch `epoch` (from 1), of which `done` batches are done; of the whole run `step` steps."""
         global _bar
         self.close()
         if not self._wants_bar:
@@ -53,10 +53,12 @@ class Progress:
         except ImportError:
             self._wants_bar = False
             return
-        total, done = (self._steps, done) if self._length.steps is None else (self._length.steps, step)
+        total = self._batches
+        if self._length.steps is not None:
+            total, done = self._length.steps * self._accumulate, step * self._accumulate
         _bar = tqdm(
-            total=total * samples_per_step,
-            initial=done * samples_per_step,
+            total=total * samples_per_batch,
+            initial=done * samples_per_batch,
             desc=self._place(epoch, step),
             unit=" samples",
             unit_scale=True,
@@ -67,7 +69,7 @@ class Progress:
         )
 
     def step(self, samples: int, newest: Mapping[str, float]) -> None:
-        """One step of `samples` samples (of all ranks) is done; `newest` are the numbers known last."""
+        """One batch of `samples` samples (of all ranks) is done; `newest` are the numbers known last."""
         if _bar is not None and self.shown:
             if newest:
                 _bar.set_postfix_str(show_metrics(newest), refresh=False)
