@@ -53,8 +53,8 @@ BUDGET = {
     "runlog": 1763,
     "templates": 340,
     "tools": 2993,
-    "top": 1680,
-    "trainer": 8215,
+    "top": 1681,
+    "trainer": 8435,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

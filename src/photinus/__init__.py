@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .trainer import init as init
     from .trainer import load as load
     from .trainer import loader as loader
+    from .trainer import predict as predict
     from .trainer import save as save
     from .trainer import suspend as suspend
     from .trainer import suspend_requested as suspend_requested
@@ -45,7 +46,7 @@ _HOMES = {
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
             *("Loop", "Reporting", "Saving", "Suspended", "Trainer", "backward", "evaluate", "init", "load"),
-            *("loader", "save", "suspend", "suspend_requested", "unwrap", "wrap"),
+            *("loader", "predict", "save", "suspend", "suspend_requested", "unwrap", "wrap"),
         ),
         "job.world": ("World",),
     }.items()

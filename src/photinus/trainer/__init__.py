@@ -7,6 +7,7 @@ record/      what a run measures and leaves in its folder
 backwards    which gradients a loop made: a step on others is an error; and backward in a loop of your own
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
 evaluation   validation on all ranks, every sample exactly once
+prediction   a model's outputs for a data set, in its order
 loop         one iterator over epochs and batches that owns position, checkpoint and resume
 trainer      the whole training in one call
 """
@@ -20,6 +21,7 @@ from .checkpoint.states import unwrap
 from .data.loader import loader
 from .evaluation import evaluate
 from .loop import Loop
+from .prediction import predict
 from .record.config import dataset_folder
 from .record.spec import Reporting, Saving
 from .session.preemption import Suspended, suspend, suspend_requested
@@ -42,6 +44,7 @@ __all__ = [
     "init",
     "load",
     "loader",
+    "predict",
     "save",
     "suspend",
     "suspend_requested",

@@ -1,0 +1,217 @@
+"""A model's outputs for a data set, computed by all ranks together, in the order of the data set.
+
+The blocks are those of `evaluate`: block b is computed by rank b mod world size, in the same forward as in one process,
+so the outputs have the same bits at every world size. After each round of blocks they travel, and no rank holds more
+than it was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import CollectiveError
+from ..parallel.exchange.agreement import check_alike, together
+from .checkpoint.durable import DurableFile, replacing
+from .checkpoint.states import unwrap
+from .data.arguments import explains_unknown, whole_number
+from .data.loader import Batch, loader
+from .evaluation import Data, _batches_of, _blocks_of, _default_size, _idle_block, _take_buffers_of_main
+from .session.session import Session, require_session
+
+Outputs = Any
+"""A tensor, or a tuple, list or dict of them, each with a row per sample."""
+
+
+@explains_unknown
+def predict(
+    model: nn.Module,
+    dataset: Data,
+    *,
+    batch_size: int | None = None,
+    forward: Callable[[nn.Module, Any], Outputs] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    on_all_ranks: bool = False,
+) -> Outputs | None:
+    """Return the outputs of a model for a data set, in its order. Every rank must call it.
+
+    During the call the model is unwrapped, in eval mode and without gradients. Then each module gets its mode back.
+
+    Args:
+        model: wrapped or plain model.
+        dataset: map-style data set, torch's DataLoader over one, or a `photinus.loader`, whose collate_fn and workers
+            are used. The order is that of the data set.
+        batch_size: samples of one forward on one rank. Default: as for `photinus.evaluate`.
+        forward: function forward(model, batch) that returns a tensor, or a tuple, list or dict of them, each with a row
+            per sample. Default: `model(batch)`, or `model(inputs)` for a batch of two parts (inputs, targets).
+        out: file to write instead of returning anything: a NumPy array (.npy), which may be larger than memory. For
+            outputs of one tensor; bfloat16 is written as float32. Rank 0 writes it, and replaces what was there.
+        on_all_ranks: return the outputs on every rank, not only on rank 0.
+
+    Returns:
+        The outputs on rank 0 (on all ranks with `on_all_ranks`), on the CPU; None on other ranks, and with `out`.
+
+    Raises:
+        ValueError: the data set is empty, an output does not have one row per sample, outputs of different blocks do
+            not fit together, or arguments differ between ranks.
+        TypeError: an output is not a tensor, or a structure of tensors.
+        PhotinusError: another rank failed; the message names it.
+    """
+    session = require_session("photinus.predict")
+    with together("preparing to predict"):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, but predict needs a torch.nn.Module")
+        if out is not None and on_all_ranks:
+            raise ValueError("out= and on_all_ranks=True exclude each other: the file is the result")
+        size = whole_number("batch_size", _default_size(dataset) if batch_size is None else batch_size, least=1)
+        batches = loader(dataset, batch_size=size, train=False, seed=0, device=session.device, place=(0, 1))
+        total = batches.samples
+        if total == 0:
+            raise ValueError(f"the data set ({type(batches.dataset).__name__}) to predict for is empty")
+        path = None if out is None else Path(out)
+        if path is not None and session.is_main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(f"out={str(path)!r} is a folder, but a file is needed")
+    alike: dict[str, Any] = {"batch_size": size, "samples": total}
+    alike |= {"on_all_ranks": on_all_ranks, "out": path is not None}
+    check_alike(alike, "the ranks were asked for different predictions")
+    _take_buffers_of_main(model, session)
+    mine, idle = _blocks_of(session.rank, session.world_size, total, size), _idle_block(model, session, total, size)
+    rounds = len(range(0, total, session.world_size * size))
+    parts: list[Outputs] = []
+
+    def compute(take: Callable[[Outputs], object]) -> None:
+        run = forward or _forward
+        error: Exception | None = None
+        with _evaluating(model), torch.no_grad():
+            blocks = _batches_of(batches, mine)
+            for _ in range(rounds):
+                part = None
+                if error is None:
+                    try:
+                        block = next(blocks, None)
+                        part = None if block is None else _checked(run(unwrap(model), block.data), block)
+                        if block is None:
+                            for other in _batches_of(batches, idle):
+                                run(unwrap(model), other.data)
+                    except CollectiveError:
+                        raise
+                    except Exception as caught:  # noqa: BLE001 - raised below, after the rounds of the other ranks
+                        error = caught
+                for gathered in _gather(part, session, everywhere=on_all_ranks):
+                    if error is None and gathered is not None:
+                        try:
+                            take(gathered)
+                        except Exception as caught:  # noqa: BLE001 - as above
+                            error = caught
+        if error is not None:
+            raise error
+
+    with together("predicting"):
+        if path is None or not session.is_main:
+            compute(parts.append)
+        else:
+            with replacing(path) as unfinished, DurableFile(unfinished) as file:
+                compute(_Rows(file, total).write)
+    return _joined(parts) if parts else None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _forward(model: nn.Module, batch: Any) -> Outputs:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        batch = batch[0]
+    if not isinstance(batch, Tensor):
+        raise TypeError(
+            f"a batch of this data set is a {type(batch).__name__}: give forward=..., which takes (model, batch) and "
+            f"returns the outputs"
+        )
+    return model(batch)
+
+
+def _checked(outputs: Outputs, batch: Batch) -> Outputs:
+    """Return the outputs of a block on the CPU."""
+    if isinstance(outputs, Tensor):
+        if outputs.dim() == 0 or outputs.shape[0] != batch.samples:
+            raise ValueError(
+                f"the model gave shape {list(outputs.shape)} for {batch.samples} samples, but one row per sample is "
+                f"needed, [{batch.samples}, ...]"
+            )
+        return outputs.detach().cpu()
+    if isinstance(outputs, Mapping):
+        return {name: _checked(value, batch) for name, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return [_checked(value, batch) for value in outputs]
+    raise TypeError(
+        f"the model gave a {type(outputs).__name__}, but a tensor, or a tuple, list or dict of tensors is needed: give "
+        f"forward=..., which takes (model, batch) and returns that"
+    )
+
+
+def _gather(part: Outputs, session: Session, *, everywhere: bool) -> list[Outputs]:
+    """Return the ranks' parts in the order of ranks; [] on ranks that need none."""
+    if session.world_size == 1:
+        return [part]
+    parts: list[Outputs] = [None] * session.world_size
+    if everywhere:
+        dist.all_gather_object(parts, part)
+        return parts
+    dist.gather_object(part, parts if session.is_main else None)
+    return parts if session.is_main else []
+
+
+def _joined(parts: list[Outputs]) -> Outputs:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return [_joined(list(each)) for each in zip(*parts, strict=True)]
+
+
+class _Writer(Protocol):
+    def write(self, data: bytes, /) -> int: ...
+
+
+class _Rows:
+    """A NumPy file, written row by row. (Not as a memory map: a full disk would end the process by SIGBUS.)"""
+
+    def __init__(self, file: _Writer, total: int) -> None:
+        self._file, self._total = file, total
+        self._dtype: np.dtype[Any] | None = None
+        self._shape: tuple[int, ...] = ()
+
+    def write(self, outputs: Outputs) -> None:
+        """Append the rows of a block."""
+        if not isinstance(outputs, Tensor):
+            raise TypeError("out= takes outputs of one tensor: give forward=..., which returns one of them")
+        rows = (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).contiguous().numpy()
+        if self._dtype is None:
+            self._dtype, self._shape = rows.dtype, rows.shape[1:]
+            descr = np.lib.format.dtype_to_descr(rows.dtype)
+            header = {"descr": descr, "fortran_order": False, "shape": (self._total, *self._shape)}
+            np.lib.format.write_array_header_2_0(self._file, header)
+        if (rows.dtype, rows.shape[1:]) != (self._dtype, self._shape):
+            raise ValueError(
+                f"a row of the first block has shape {list(self._shape)} and {self._dtype}, and one of a later block "
+                f"{list(rows.shape[1:])} and {rows.dtype}: a file needs the same for all"
+            )
+        self._file.write(rows.tobytes())
