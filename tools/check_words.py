@@ -28,7 +28,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "cli": (0, 0, 21),
     "compat": (0, 0, 11),
     "job": (0, 0, 0),
-    "parallel": (0, 0, 54),
+    "parallel": (0, 0, 0),
     "run": (0, 0, 0),
     "runlog": (0, 0, 13),
     "templates": (0, 0, 2),

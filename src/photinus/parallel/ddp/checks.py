@@ -19,9 +19,9 @@ from ..reducer.buckets import DEFAULT_BUCKET_CAP_BYTES
 _MIB = 1024 * 1024
 
 
-def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> torch.device:
+def one_device(parameters: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> torch.device:
     """The device of all parameters. Refuses models that cannot be wrapped (see the class's `Raises`)."""
-    everything: list[tuple[str, torch.Tensor]] = [*named, *module.named_buffers()]
+    everything: list[tuple[str, torch.Tensor]] = [*parameters, *module.named_buffers()]
     lazy = [n for n, t in everything if is_lazy(t)]
     if lazy:
         raise UnsuitableModelError(
@@ -33,18 +33,18 @@ def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> 
             f"{_few(split)} split over the ranks already, as fully_shard and strategies zero2 and zero3 do. Wrap the "
             f"whole model once, by one of them."
         )
-    if not any(p.requires_grad for _, p in named):
+    if not any(p.requires_grad for _, p in parameters):
         raise UnsuitableModelError(
-            f"{type(module).__name__} has no parameter that requires grad ({len(named)} parameters), so there is "
+            f"{type(module).__name__} has no parameter that requires grad ({len(parameters)} parameters), so there is "
             f"nothing to average. Use it unwrapped, or unfreeze what is to be trained."
         )
     devices: dict[torch.device, str] = {}
-    for name, parameter in named:
+    for name, parameter in parameters:
         devices.setdefault(parameter.device, name)
     if len(devices) > 1:
-        told = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise UnsuitableModelError(
-            f"all parameters must be on one device, but {told}. Move the model with .to(device) first."
+            f"all parameters must be on one device, but {places}. Move the model with .to(device) first."
         )
     device = next(iter(devices))
     if device.type == "meta":
@@ -64,15 +64,15 @@ def device_to_move_to(
     """
     if not device_ids or len(device_ids) > 1 or not gpus or any(p.device.type != "cpu" for p in module.parameters()):
         return None
-    wanted = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
-    if wanted.type != "cuda":
+    device = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    if device.type != "cuda":
         return None
-    if (wanted.index or 0) >= gpus:
+    if (device.index or 0) >= gpus:
         raise UnsuitableModelError(
             f"device_ids={list(device_ids)}, but this process sees {gpus} GPU{'s' if gpus > 1 else ''}: start fewer "
             f"processes on this host, or look at CUDA_VISIBLE_DEVICES"
         )
-    return wanted
+    return device
 
 
 def check_device_ids(
@@ -101,13 +101,13 @@ def check_device_ids(
             f"device_ids={list(device_ids)}, but the model is on the CPU, and this process sees no such GPU to move it "
             f"to: leave device_ids out where a script is to run on CPUs"
         )
-    wanted = [
+    devices = [
         torch.device(device.type, d) if isinstance(d, int) else torch.device(d)
         for d in (device_ids[0], device_ids[0] if output_device is None else output_device)
     ]
-    for name, given in zip(("device_ids", "output_device"), wanted, strict=True):
-        if given.type != device.type or given.index not in (None, device.index):
-            raise UnsuitableModelError(f"{name} is {given}, but the model is on {device}; they must be the same device")
+    for name, value in zip(("device_ids", "output_device"), devices, strict=True):
+        if value.type != device.type or value.index not in (None, device.index):
+            raise UnsuitableModelError(f"{name} is {value}, but the model is on {device}; they must be the same device")
     return [device]
 
 
@@ -139,14 +139,14 @@ def check_wire_dtype(wire_dtype: torch.dtype | None, backend: str) -> None:
 
 
 def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+    text = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"{text} {'is' if len(names) == 1 else 'are'}"
 
 
 def check_delayed(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     hooked: nn.Parameter | None,
-    named: Sequence[tuple[str, nn.Parameter]],
+    parameters: Sequence[tuple[str, nn.Parameter]],
 ) -> tuple[frozenset[str], int | None]:
     """Return the parameters exchanged last (by name), and whose gradient they wait for (index among trainable).
 
@@ -159,13 +159,13 @@ def check_delayed(
         )
     if delayed is None or hooked is None:
         return frozenset(), None
-    names = {id(parameter): name for name, parameter in named}
+    names = {id(parameter): name for name, parameter in parameters}
     strangers = [name for name, parameter in delayed if id(parameter) not in names]
     if strangers:
         raise UnsuitableModelError(
             f"delay_all_reduce_named_params: {_few(strangers)} not among the parameters of the model"
         )
-    trainable = [id(parameter) for _, parameter in named if parameter.requires_grad]
+    trainable = [id(parameter) for _, parameter in parameters if parameter.requires_grad]
     if id(hooked) not in trainable:
         raise UnsuitableModelError(
             "param_to_hook_all_reduce is not among the parameters of the model that require grad, so its gradient "

@@ -176,7 +176,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             warnings.warn(
                 "`check_reduction` has no effect, here and in torch; leave it out", FutureWarning, stacklevel=2
             )
-        named = self._named_parameters()
+        pairs = self._named_parameters()
         refusal: ValueError | None = None
         try:
             self.bucket_bytes_cap, self.bucket_bytes_cap_list = capacities(bucket_cap_mb, bucket_cap_mb_list)
@@ -184,22 +184,22 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             moved_to = device_to_move_to(device_ids, module, torch.cuda.device_count())
             if moved_to is not None:
                 module.to(moved_to)
-            self.device = one_device(named, module)
+            self.device = one_device(pairs, module)
             self._buffers_in_sync = BufferSync(module, self.process_group, self.device, self.parameters_to_ignore)
             if self.bucket_bytes_cap_default:
                 self.bucket_bytes_cap = default_cap_bytes(rate_between_hosts(self.process_group, self.device))
             self.device_type = self.device.type
             self.device_ids = check_device_ids(device_ids, output_device, self.device)
             self.output_device = self.device_ids[0] if self.device_ids else None
-            self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, named)
+            self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, pairs)
         except ValueError as error:
             refusal = error  # told to the other ranks first: what one refuses, all refuse
         exchanging = init_sync and self.process_group.size() > 1
         if exchanging:
-            lines, gpu = (self._describe(named), gpu_identity(self.device)) if refusal is None else ([str(refusal)], "")
+            lines, gpu = (self._describe(pairs), gpu_identity(self.device)) if refusal is None else ([str(refusal)], "")
             try:
                 # Small messages over nccl lie on the current GPU: the first one, where a script has set none.
-                with torch.cuda.device(next((p.device.index for _, p in named if p.is_cuda), -1)):
+                with torch.cuda.device(next((p.device.index for _, p in pairs if p.is_cuda), -1)):
                     verify_same_model(lines, self.process_group, gpu)
             except ModelMismatchError:
                 if refusal is None:
@@ -216,7 +216,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
-    def _describe(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    def _describe(self, pairs: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
         """Everything that has to be equal on all ranks, in lines."""
         sparse = sparse_parameters(self.module)
         lines = [
@@ -226,23 +226,23 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             f"mixed_precision={self.mixed_precision} delayed={sorted(self._delayed[0])} nan_guard={self.nan_guard} "
             f"check_ranks={self.check_ranks} wire_dtype={self.wire_dtype}"
         ]
-        lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in named]
+        lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in pairs]
         return lines + [describe("buffer", name, b) for name, b in self._buffers_in_sync.named_buffers()]
 
     def _build(self) -> None:
         """Makes what belongs to this process and is never saved: the reducer, and the synchroniser of buffers."""
         check_wire_dtype(self.wire_dtype, backend_name(self.process_group, self.device))
-        named = self._named_parameters()
+        pairs = self._named_parameters()
         self._outer: weakref.ref[nn.Module] | None = None  # a wrapper around this one, which averages for it
-        self._held = HeldParameters(self.module, self.parameters_to_ignore)
-        take_over_parameters(self, self._held.names)
-        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
+        self._held_parameters = HeldParameters(self.module, self.parameters_to_ignore)
+        take_over_parameters(self, self._held_parameters.names)
+        self._frozen = [(n, p) for n, p in pairs if not p.requires_grad]
         # With SyncBatchNorm, ranks that use different parameters would launch buckets and statistics in different
         # orders over one group. Launching at the end of backward keeps them apart.
         statistics_in_backward = any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in self.module.modules())
         delayed, delayed_after = self._delayed
         self.reducer = Reducer(
-            [(n, p) for n, p in named if p.requires_grad],
+            [(n, p) for n, p in pairs if p.requires_grad],
             self.process_group,
             ReducerOptions(
                 bucket_cap_bytes=self.bucket_bytes_cap,
@@ -312,10 +312,10 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         return training and (self._outer is None or self._outer() is None)
 
     def _begin_forward(self) -> None:
-        self._held.check(self.reducer.rank)
+        self._held_parameters.check(self.reducer.rank)
         if not self._optimizers_taken_over:
             # torch's class may have been put around this one, or beside it, since it was made.
-            take_over_parameters(self, self._held.names)
+            take_over_parameters(self, self._held_parameters.names)
             self._take_over_optimizers()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -421,15 +421,15 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self._set_hook(state, hook, getattr(hook, "__qualname__", type(hook).__name__))
 
     def _set_hook(self, state: object, hook: CommHook, name: str) -> None:
-        held = [
+        options = [
             *([self._comm_hook[2]] if self._comm_hook is not None else []),
             *(["mixed_precision"] if self._low_precision is not None else []),
             *(["wire_dtype"] if self.wire_dtype is not None else []),
         ]
-        if held:
+        if options:
             raise PhotinusError(
                 f"register_comm_hook or register_builtin_comm_hook can only be called once, and not with "
-                f"mixed_precision or wire_dtype: {held[0]} is in force. A hook that calls another hook combines two."
+                f"mixed_precision or wire_dtype: {options[0]} is in force. A hook that calls another hook combines two."
             )
         self._comm_hook = (state, hook, name)
         self.reducer.use_exchange(HookExchange(state, hook, self.process_group))
@@ -479,7 +479,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 "group cannot be named elsewhere. Pickle or copy `.module`, or save its state_dict()."
             )
         state = self.__dict__.copy()
-        for key in ("process_group", "reducer", "_ending", "_held", "_outer", "_buffers_in_sync", "_frozen"):
+        for key in ("process_group", "reducer", "_ending", "_held_parameters", "_outer", "_buffers_in_sync", "_frozen"):
             del state[key]
         state["_comm_hook"] = None  # its state belongs to this process, as with torch's class
         return state

@@ -39,7 +39,7 @@ class HeldParameters:
 
     def _look(self) -> None:
         self._modules = list(self._module.modules())
-        self._seen = self._parts()
+        self._last_parts = self._parts()
 
     def _parts(self) -> list[object]:
         # Listing the parameters by name costs ten times as much, and this is done in each step.
@@ -56,7 +56,7 @@ class HeldParameters:
 
     def _is_unchanged(self) -> bool:
         parts = self._parts()
-        return len(parts) == len(self._seen) and all(map(operator.is_, parts, self._seen))
+        return len(parts) == len(self._last_parts) and all(map(operator.is_, parts, self._last_parts))
 
     def has_any(self, parameters: Collection[Any]) -> bool:
         """Return whether any of these is the module's."""
@@ -76,14 +76,14 @@ class HeldParameters:
         there = {self.names.get(p) for _, p in now}
         new = [(name, p) for name, p in now if p not in self.names and p not in self._frozen]
         came = [name for name, p in new if p.requires_grad]
-        gone = [name for name in dict.fromkeys(self.names.values()) if name not in there]
-        if came or gone:
-            replaced = [name for name in came if name in gone]
-            came, gone = [n for n in came if n not in replaced], [n for n in gone if n not in replaced]
-            changes = ((came, "came"), (gone, "vanished"), (replaced, "replaced by another tensor"))
-            shown = "; ".join(f"{', '.join(names[:5])} ({len(names)} {how})" for names, how in changes if names)
+        absent = [name for name in dict.fromkeys(self.names.values()) if name not in there]
+        if came or absent:
+            replaced = [name for name in came if name in absent]
+            came, absent = [n for n in came if n not in replaced], [n for n in absent if n not in replaced]
+            changes = ((came, "came"), (absent, "vanished"), (replaced, "replaced by another tensor"))
+            text = "; ".join(f"{', '.join(names[:5])} ({len(names)} {how})" for names, how in changes if names)
             raise UnsuitableModelError(
-                f"rank {rank}: the parameters of {type(self._module).__name__} changed after it was wrapped: {shown}. "
+                f"rank {rank}: the parameters of {type(self._module).__name__} changed after it was wrapped: {text}. "
                 f"Gradients of new parameters are not averaged, so the ranks would drift apart. Wrap after you changed "
                 f"the model (layers put in, load_state_dict(assign=True), …), and make the optimizer after that, too."
             )
@@ -109,8 +109,8 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
         kinds += kind.__subclasses__()
     # torch's class keeps no list of its objects. (A set, since a process may have millions of them; of numbers, since a
     # metaclass may forbid hash().)
-    known = {id(kind) for kind in kinds}
-    for other in [each for each in gc.get_objects() if id(type(each)) in known]:
+    ids = {id(kind) for kind in kinds}
+    for other in [each for each in gc.get_objects() if id(type(each)) in ids]:
         if other is wrapper or "reducer" not in vars(other):
             continue  # without a reducer: its construction failed
         shared = {p: name for name, p in _trained_by(other) if p in own}

@@ -137,8 +137,8 @@ class TorchSurface(Joinable):
                 tensor._ddp_ignored = True
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        trained = [(n, p) for n, p in named if p.requires_grad]
+        parameters = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        trained = [(n, p) for n, p in parameters if p.requires_grad]
         sparse = sparse_parameters(self.module)
         return [p for _, p in trained], [n in sparse for n, _ in trained]
 
@@ -256,7 +256,7 @@ class TorchSurface(Joinable):
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
-            "can_set_static_graph": int(reducer.used.always_the_same),
+            "can_set_static_graph": int(reducer.usage.always_the_same),
             "backend_name": backend,
             "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
             "iteration": timeline.iteration,
@@ -388,9 +388,9 @@ def tell_ranks(ddp: TorchSurface, *, joined: bool) -> tuple[bool, int]:
         UnsuitableModelError: on every rank, when one has no input and SyncBatchNorm layers need it.
     """
     syncs = not joined and ddp.syncs
-    told = torch.tensor([float(syncs), float(not joined)], device=control_device(ddp.process_group))
-    dist.all_reduce(told, group=ddp.process_group)
-    someone_syncs, present = told.tolist()
+    flags = torch.tensor([float(syncs), float(not joined)], device=control_device(ddp.process_group))
+    dist.all_reduce(flags, group=ddp.process_group)
+    someone_syncs, present = flags.tolist()
     if present < ddp.process_group.size():
         for name, layer in ddp.module.named_modules():
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and layer.training:

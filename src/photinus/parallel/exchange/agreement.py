@@ -35,7 +35,7 @@ _SILENT_S = 10.0  # where nobody but the store tells of a death
 _LONGEST_PAUSE_S = 0.1
 _LIST_EVERY_S = 2.0
 
-_made = 0  # by this process; equal on all ranks at equal places of the program
+_work_count = 0  # by this process; equal on all ranks at equal places of the program
 
 
 def place_in_group() -> tuple[int, int]:
@@ -94,10 +94,10 @@ def check_alike(options: Mapping[str, JSON], what: str, group: dist.ProcessGroup
     for rank, theirs in zip(ranks, everyone, strict=True):
         differing = [name for name in {**everyone[0], **theirs} if theirs.get(name) != everyone[0].get(name)]
         if differing:
-            told = [f"{n}={_show(everyone[0], n)} on rank {ranks[0]}, {_show(theirs, n)}" for n in differing]
-            more = f"; and {len(told) - _MOST_DIFFERENCES} more" if len(told) > _MOST_DIFFERENCES else ""
-            shown = "; ".join(f"{each} on rank {rank}" for each in told[:_MOST_DIFFERENCES])
-            raise ValueError(f"{what}: {shown}{more}. All need the same.")
+            texts = [f"{n}={_show(everyone[0], n)} on rank {ranks[0]}, {_show(theirs, n)}" for n in differing]
+            more = f"; and {len(texts) - _MOST_DIFFERENCES} more" if len(texts) > _MOST_DIFFERENCES else ""
+            details = "; ".join(f"{each} on rank {rank}" for each in texts[:_MOST_DIFFERENCES])
+            raise ValueError(f"{what}: {details}{more}. All need the same.")
 
 
 def _show(options: Mapping[str, JSON], name: str) -> str:
@@ -135,16 +135,16 @@ def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
     where = f"host {socket.gethostname()}, pid {os.getpid()}"
     # The class, a line break, and text for people.
     mine = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"
-    told = [data.decode(errors="replace") for data in _all_gather(mine.encode(errors="replace")[:_MOST_TEXT_BYTES])]
+    reports = [data.decode(errors="replace") for data in _all_gather(mine.encode(errors="replace")[:_MOST_TEXT_BYTES])]
     if own is not None:
         raise own
-    failed = {rank: text.split("\n", 1) for rank, text in enumerate(told) if text}
+    failed = {rank: text.split("\n", 1) for rank, text in enumerate(reports) if text}
     if failed:
         ranks = [f"rank {rank} ({text})" for rank, (_, text) in failed.items()]
-        shown = "; ".join(ranks[:4]) + (f"; and {len(ranks) - 4} more ranks" if len(ranks) > 4 else "")
+        causes = "; ".join(ranks[:4]) + (f"; and {len(ranks) - 4} more ranks" if len(ranks) > 4 else "")
         first_class, _ = next(iter(failed.values()))
         raise _error_class(first_class)(
-            f"{doing} failed on {shown}. This rank ({place_in_group()[0]}) had no error of its own."
+            f"{doing} failed on {causes}. This rank ({place_in_group()[0]}) had no error of its own."
         )
 
 
@@ -159,12 +159,12 @@ class LongWork:
     """
 
     def __init__(self, doing: str) -> None:
-        global _made
+        global _work_count
         self._rank, self._doing = dist.get_rank(), doing
         self._missing = list(range(dist.get_world_size()))
         self._store: Any = dist.distributed_c10d._get_default_store()  # None for MPI
-        self._before, _made = f"photinus/long work/{_made}", _made + 1
-        self._key = f"photinus/long work/{_made}"
+        self._before, _work_count = f"photinus/long work/{_work_count}", _work_count + 1
+        self._key = f"photinus/long work/{_work_count}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._count, name="photinus-long-work", daemon=True)
         if self._store is not None:

@@ -103,17 +103,17 @@ def broadcast_tensors(
 def _pieces(tensors: Sequence[torch.Tensor], piece_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Runs of tensors, and of slices of large tensors, of at most `piece_bytes` each."""
     piece: list[torch.Tensor] = []
-    used = 0
+    size = 0
     for tensor in tensors:
         whole = tensor.detach()
         fits = whole.nbytes <= piece_bytes or not whole.is_contiguous()
         parts = [whole] if fits else torch.split(whole.view(-1), max(1, piece_bytes // whole.element_size()))
         for part in parts:
-            if piece and used + part.nbytes > piece_bytes:
+            if piece and size + part.nbytes > piece_bytes:
                 yield piece
-                piece, used = [], 0
+                piece, size = [], 0
             if part.nbytes:
                 piece.append(part)
-                used += part.nbytes
+                size += part.nbytes
     if piece:
         yield piece

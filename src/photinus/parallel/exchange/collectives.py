@@ -96,9 +96,9 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup, length: int | None =
         lengths = [length] * size
     else:
         mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        told = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(told, mine, group=group)
-        lengths = [int(each) for each in told]
+        counts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(counts, mine, group=group)
+        lengths = [int(each) for each in counts]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     if not padded.numel():
         return [b""] * size

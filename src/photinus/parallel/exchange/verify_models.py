@@ -72,15 +72,15 @@ def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
     count = max(len(model) for model in models)
     at = [[model[i] if i < len(model) else None for model in models] for i in range(count)]
     line = next(i for i in range(count) if len(set(at[i])) > 1)
-    told = "; ".join(
+    variants = "; ".join(
         f"{name_ranks(ranks)}: {'nothing more' if text is None else text}" for text, ranks in ranks_by(at[line]).items()
     )
     counts = sorted({len(model) for model in models})
     sizes = f" (the models have {' and '.join(map(str, counts))} lines)" if len(counts) > 1 else ""
     return (
         f"the ranks of this group hold different models; seen from rank {rank}, the first difference is line {line + 1}"
-        f"{sizes}: {told}. Build the same model on every rank, with the same options, before wrapping it; what depends "
-        f"on the rank (data, seeds, devices) must not change names, shapes, dtypes, order or requires_grad."
+        f"{sizes}: {variants}. Build the same model on every rank, with the same options, before wrapping it; what "
+        f"depends on the rank (data, seeds, devices) must not change names, shapes, dtypes, order or requires_grad."
     )
 
 
@@ -100,13 +100,13 @@ def refuse_shared_gpus(by_rank: Sequence[str], backend: str, allowed: int) -> No
     for gpu, ranks in ranks_by(by_rank).items():
         if not gpu or len(ranks) <= (1 if nccl else allowed):
             continue
-        told = f"ranks {', '.join(map(str, ranks))} all compute on {gpu}"
+        text = f"ranks {', '.join(map(str, ranks))} all compute on {gpu}"
         if nccl and len(ranks) <= allowed:
             raise DeviceError(
-                f"{told}, and nccl takes one rank per GPU. Use backend 'photinus' or 'gloo', or leave the choice."
+                f"{text}, and nccl takes one rank per GPU. Use backend 'photinus' or 'gloo', or leave the choice."
             )
         raise DeviceError(
-            f"{told}, but each rank needs one of its own: that of its local rank, which device 'auto' takes, and "
+            f"{text}, but each rank needs one of its own: that of its local rank, which device 'auto' takes, and "
             f"torch.cuda.set_device(local_rank) before the model is made; or start fewer ranks. To let them share it "
             f"on purpose, over photinus or gloo: photinus run --ranks-per-gpu {len(ranks)}, or "
             f"{env.RANKS_PER_GPU.name}={len(ranks)} with other launchers."
@@ -121,28 +121,28 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     return _digest(_flat(tensor))
 
 
-def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, when: str = "") -> None:
+def compare_parameters(pairs: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, when: str = "") -> None:
     """Compares the values of all parameters between the ranks; every rank of the group calls it.
 
     Args:
-        named: (name, parameter) pairs, the same names, shapes and dtypes in the same order on every rank.
+        pairs: (name, parameter), the same names, shapes and dtypes in the same order on every rank.
         group: the ranks.
         when: begins the message, as in "after step 3 ".
 
     Raises:
         ModelMismatchError: on every rank, naming the first parameter that differs, and the ranks.
     """
-    if not named:
+    if not pairs:
         return
-    own = torch.stack([digest_of(parameter).cpu() for _, parameter in named]).to(control_device(group))
+    own = torch.stack([digest_of(parameter).cpu() for _, parameter in pairs]).to(control_device(group))
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(gathered, own, group=group)
     digests = torch.stack(gathered).cpu()
     differing = (digests != digests[0]).any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return
-    name, parameter = named[differing[0]]
-    more = f" (and {len(differing) - 1} more of {len(named)} parameters)" if len(differing) > 1 else ""
+    name, parameter = pairs[differing[0]]
+    more = f" (and {len(differing) - 1} more of {len(pairs)} parameters)" if len(differing) > 1 else ""
     raise ModelMismatchError(
         f"{when}the ranks hold different weights: {_sides(digests[:, differing[0]].tolist())} in parameter {name} "
         f"{list(parameter.shape)}{more}; seen from rank {group.rank()}. All ranks start from one model and make the "

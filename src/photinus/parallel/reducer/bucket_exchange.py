@@ -58,8 +58,8 @@ class AverageExchange:
             # Integers are exact only in their own type.
             return self._average.start(bucket.flat, self._wire_dtype)
         # A copy, because gradients are aliases of the bucket and keep its type.
-        sent = bucket.flat.to(self._dtype)
-        return _CopyBack(self._average.start(sent, self._wire_dtype), sent, bucket.flat)
+        copy = bucket.flat.to(self._dtype)
+        return _CopyBack(self._average.start(copy, self._wire_dtype), copy, bucket.flat)
 
 
 class _CopyBack:

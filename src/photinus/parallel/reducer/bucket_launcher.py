@@ -63,13 +63,13 @@ class BucketLauncher:
 
     # ---- making
 
-    def agree_on_order(self, seen: Sequence[int]) -> None:
+    def agree_on_order(self, indices: Sequence[int]) -> None:
         """Takes the order in which rank 0 saw gradients; every rank calls it.
 
         Args:
-            seen: indices of parameters; where one comes twice, the first counts.
+            indices: of parameters; where one comes twice, the first counts.
         """
-        self.order = list(dict.fromkeys(seen))
+        self.order = list(dict.fromkeys(indices))
         # Ranks may have seen other orders: by branches of the model, or by the timing of autograd's threads.
         if self._average.world_size > 1:
             agreed = torch.tensor(self.order, dtype=torch.int64, device=self._average.device)

@@ -42,7 +42,7 @@ def leaves_below(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
     """The leaf tensors that `tensors` depend on."""
     leaves = {t for t in tensors if t.grad_fn is None}
     stack: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen: set[Any] = set(stack)
+    visits: set[Any] = set(stack)
     while stack:
         node = stack.pop()
         # Only nodes that accumulate into a leaf have it. The walk is a loop, as graphs are deeper than Python's stack.
@@ -50,8 +50,8 @@ def leaves_below(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             leaves.add(leaf)
         for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
+            if below is not None and below not in visits:
+                visits.add(below)
                 stack.append(below)
     return leaves
 

@@ -149,11 +149,11 @@ class RankFacts:
         if all(row == rows[0] for row in rows):
             return
         # One rank wrote each element and the others zero, so the sum is what it wrote.
-        said = [[round(word * self._average.contributors) for word in row] for row in rows]
-        if len({row[0] for row in said if row[0]}) > 1:
-            raise MismatchError(self._out_of_step_text([row[0] for row in said]))
+        reports = [[round(word * self._average.contributors) for word in row] for row in rows]
+        if len({row[0] for row in reports if row[0]}) > 1:
+            raise MismatchError(self._out_of_step_text([row[0] for row in reports]))
         # A digest names no parameter, so the parameters themselves are compared.
-        if len({tuple(row[1:]) for row in said if row[1]}) > 1:
+        if len({tuple(row[1:]) for row in reports if row[1]}) > 1:
             compare_parameters([(slot.name, slot.parameter) for slot in self._slots], self._average.group)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -165,19 +165,19 @@ class RankFacts:
             self._steps += 1
             self._digest_due = self._steps % _STEPS_PER_DIGEST == 1
 
-    def _out_of_step_text(self, said: Sequence[int]) -> str:
-        """`said` is 1 + steps modulo _BASE of each rank, 0 for those that said nothing."""
+    def _out_of_step_text(self, reports: Sequence[int]) -> str:
+        """`reports` has 1 + steps modulo _BASE of each rank, 0 for those that said nothing."""
         own = self._average.group.rank()
         ranks: dict[int, list[int]] = {}
-        for rank, word in enumerate(said):
+        for rank, word in enumerate(reports):
             if word:
                 # Only the remainder travels, so the nearest number of steps is meant.
                 behind = (self._steps - (word - 1) + _BASE // 2) % _BASE - _BASE // 2
                 ranks.setdefault(self._steps - behind, []).append(rank)
-        told = "; ".join(f"{name_ranks(those)}: {steps} optimizer steps" for steps, those in sorted(ranks.items()))
+        counts = "; ".join(f"{name_ranks(those)}: {steps} optimizer steps" for steps, those in sorted(ranks.items()))
         return (
             f"the ranks are out of step, seen from rank {own}: the gradients averaged just now were computed after "
-            f"{told}. Some rank ran a backward inside no_sync() that others ran outside of it, or one backward more "
+            f"{counts}. Some rank ran a backward inside no_sync() that others ran outside of it, or one backward more "
             f"or less between two optimizer steps, or it left a step out. Let all ranks decide alike; for numbers of "
             f"batches that differ, see join()."
         )

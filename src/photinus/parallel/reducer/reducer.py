@@ -113,10 +113,10 @@ class Reducer:
         self._expected_unused: set[int] | None = None
         self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
         self.rounds = 0
-        self.used = UsedParameters(
+        self.usage = UsedParameters(
             self.average,
             len(self.slots),
-            asked=options.find_unused_parameters,
+            may_change=options.find_unused_parameters,
             static_graph=self.static_graph,
         )
         self._errors = RoundErrors(self.rank, len(self.slots), options, self.timeline)
@@ -178,8 +178,8 @@ class Reducer:
             return
         with torch.autograd.profiler.record_function("search_unused_parameters"):
             tensors = [t for t in tensors_in(outputs) if t.requires_grad]
-            used = leaves_below(tensors)
-            unused = {slot.index for slot in self.slots if slot.parameter not in used}
+            leaves = leaves_below(tensors)
+            unused = {slot.index for slot in self.slots if slot.parameter not in leaves}
             self._expected_unused = unused if self._expected_unused is None else self._expected_unused & unused
         self.watch_outputs(tensors)
 
@@ -229,8 +229,8 @@ class Reducer:
         shadows = [self._launcher.shadow(bucket) for bucket in self.buckets]
         # The same collectives in the same order as in `_close`, where the other ranks are.
         works = [self._launcher.exchange.start(shadow) for shadow in shadows]
-        if self.used.due:
-            self.used.finish(self.used.start([False] * len(self.slots)))
+        if self.usage.due:
+            self.usage.finish(self.usage.start([False] * len(self.slots)))
         sparse = average_sparse(
             [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
         )
@@ -240,7 +240,7 @@ class Reducer:
         self.rounds += 1
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
-        used_somewhere = self.used.somewhere()
+        used_somewhere = self.usage.somewhere()
         for slot in (slot for shadow in shadows for slot in shadow.slots):
             if not used_somewhere or used_somewhere[slot.index]:
                 slot.parameter.grad = slot.view
@@ -296,10 +296,10 @@ class Reducer:
         return False
 
     def _ddp_graph_static(self) -> bool:
-        return self.used.always_the_same
+        return self.usage.always_the_same
 
     def _get_local_used_map(self) -> torch.Tensor:
-        return self.used.ranks
+        return self.usage.ranks
 
     def _check_reducer_finalized(self) -> None:
         if self._open:
@@ -513,7 +513,7 @@ class Reducer:
                 status[self.rank] = 1
             # Also where this rank has failed: its peers wait for every bucket, and would reach their deadline.
             self._launcher.launch_all()
-            used = self.used.start([s.touched for s in self.slots]) if self.used.due else None
+            pending = self.usage.start([s.touched for s in self.slots]) if self.usage.due else None
             if self._guard is not None:
                 self._guard.watch_sparse(self._sparse_slots)
             sparse = average_sparse(
@@ -522,15 +522,15 @@ class Reducer:
                 self.average,
             )
             # What is done with a bucket's averages waits until it is known who used what, and that all are finite.
-            early = not failed and used is None and self._guard is None and bool(self.after_exchange)
+            early = not failed and pending is None and self._guard is None and bool(self.after_exchange)
             began = waiting_time.begin() if waiting_time.on else 0
             works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
             wait_all(works, self._run_after_exchange if early else None)
             futures, self.post_backward_futures = self.post_backward_futures, []
             for future in futures:
                 future.wait()
-            if used is not None:
-                self.used.finish(used)
+            if pending is not None:
+                self.usage.finish(pending)
             facts = self.facts.exchange(self.rounds) if tail is None else tail
             if began:
                 waiting_time.end(began)
@@ -546,7 +546,7 @@ class Reducer:
                 self._run_after_exchange()
         finally:
             # Also after an error: the other ranks count this round, and every 64th one has an exchange of facts.
-            self.used.note_unused(slot.index for slot in self.slots if slot.absent)
+            self.usage.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
             self._reset()
 
@@ -573,7 +573,7 @@ class Reducer:
                 )
         # Absent here and used on another rank: the optimizer has to step here as it does there.
         absent = [slot for slot in self.slots if slot.absent]
-        used_somewhere = self.used.somewhere() if absent else []
+        used_somewhere = self.usage.somewhere() if absent else []
         for slot in absent:
             if slot.view is not None and (not used_somewhere or used_somewhere[slot.index]):
                 slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data

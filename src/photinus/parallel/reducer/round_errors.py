@@ -37,7 +37,7 @@ class RoundErrors:
         self._total = total
         self._options = options
         self._timeline = timeline
-        self._kept: MissingGradientError | None = None
+        self._late_error: MissingGradientError | None = None
 
     def missing(self, slots: Sequence[Slot]) -> MissingGradientError:
         """These parameters got no gradient."""
@@ -64,12 +64,12 @@ class RoundErrors:
         if not self._options.late_errors:
             raise error
         # Where torch's class raises it, and code written for that class expects it.
-        self._kept = error
+        self._late_error = error
 
     def raise_kept(self) -> None:
         """A forward begins."""
-        if self._kept is not None:
-            error, self._kept = self._kept, None
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
             raise error
 
     def _error(self, text: str) -> MissingGradientError:
@@ -82,13 +82,13 @@ def missing_text(rank: int, missing: Sequence[Slot], total: int, path: str, *, s
 
     The sentences that torch's class has for this are part of it: people search for them.
     """
-    shown = [
+    lines = [
         f"  {slot.name} {list(slot.parameter.shape)}" + ("" if slot.parameter.requires_grad else " (frozen since)")
         for slot in missing[:_NAMES_SHOWN]
     ]
     if len(missing) > _NAMES_SHOWN:
-        shown.append(f"  and {len(missing) - _NAMES_SHOWN} more")
-    names = "\n".join(shown)
+        lines.append(f"  and {len(missing) - _NAMES_SHOWN} more")
+    names = "\n".join(lines)
     # A list of parameters is long; that they are all in `decoder.head` is what helps.
     modules = sorted({slot.name.rpartition(".")[0] or "the model itself" for slot in missing})[:5]
     static = (

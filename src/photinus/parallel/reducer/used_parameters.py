@@ -75,7 +75,7 @@ class UsedParameters:
     """The ranks' word to each other on who used what: one small all-reduce per round, where it is needed.
 
     Args:
-        asked: whether it may change from round to round. If not, all are used, unless `static_graph` is there.
+        may_change: whether it may change from round to round. If not, all are used, unless `static_graph` is there.
 
     Attributes:
         ranks: on how many ranks each parameter got a gradient in the last round: int32 [parameters].
@@ -87,12 +87,12 @@ class UsedParameters:
         average: Average,
         count: int,
         *,
-        asked: bool,
+        may_change: bool,
         static_graph: StaticGraph | None,
     ) -> None:
         self._average = average
         self._static_graph = static_graph
-        self._asked = asked
+        self._may_change = may_change
         self.ranks = torch.zeros(count, dtype=torch.int32, device=average.device)
         self._exchanged = False
         self._unused_before: frozenset[int] | None = None
@@ -104,7 +104,7 @@ class UsedParameters:
         if self._static_graph is not None:
             return self._static_graph.used_somewhere is None
         # It costs an exchange, so nobody asks where the user says that all are used.
-        return self._asked
+        return self._may_change
 
     def start(self, touched: Sequence[bool]) -> Pending:
         """Starts the exchange of what this rank used; `finish` has to follow."""

@@ -74,14 +74,14 @@ def wrap_model(
         TypeError: an option that the strategy does not have.
         NotInitializedError: there is no process group.
     """
-    chosen = find_strategy(strategy)(**options)
+    wrapper = find_strategy(strategy)(**options)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has no parameter that requires grad, so there is nothing to train. Unfreeze some, "
             f"or use the model unwrapped."
         )
-    chosen.check(model, optimizers)
+    wrapper.check(model, optimizers)
     model = model.to(device)
     if sync_batch_norm:
-        model = convert_sync_batchnorm(model, chosen.group if chosen.has_group else None)
-    return chosen.wrap(model, device, optimizers)
+        model = convert_sync_batchnorm(model, wrapper.group if wrapper.has_group else None)
+    return wrapper.wrap(model, device, optimizers)

@@ -66,9 +66,9 @@ class FullyShardedStrategy(Strategy):
 
     def check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Refuses scalar parameters, lazy and meta ones, units of mixed dtypes, sparse gradients, odd optimizers."""
-        named = list(model.named_parameters())
-        one_device(named, model)
-        for name, parameter in named:
+        parameters = list(model.named_parameters())
+        one_device(parameters, model)
+        for name, parameter in parameters:
             if parameter.dim() == 0:
                 raise ValueError(
                     f"strategy {self.name!r} cuts parameters along their first dimension, but {name} has none (its "
@@ -145,12 +145,12 @@ class FullyShardedStrategy(Strategy):
             watch_updates(model.parameters())
         if device.type == "cpu":
             keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in before.values()))
-        held, rank = HeldParameters(model), group.rank()
+        held_parameters, rank = HeldParameters(model), group.rank()
         # Before FSDP's hook, which would put its own tensors in the place of those that came.
-        model.register_forward_pre_hook(_disable_dynamo(lambda *_: held.check(rank)), prepend=True)
+        model.register_forward_pre_hook(_disable_dynamo(lambda *_: held_parameters.check(rank)), prepend=True)
         model.register_forward_pre_hook(_disable_dynamo(_make_memory_for_training), prepend=True)
         vars(model)["__deepcopy__"] = partial(_refuse_copy, self.name)
-        model.register_forward_hook(_disable_dynamo(lambda *_: held.learn()))
+        model.register_forward_hook(_disable_dynamo(lambda *_: held_parameters.learn()))
         model.register_forward_hook(_drop_without_backward)
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
         after = dict(model.named_parameters())
@@ -158,7 +158,7 @@ class FullyShardedStrategy(Strategy):
         split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
-        split_models.add(held)
+        split_models.add(held_parameters)
         explain_errors(model, group)
         watch_steps()
         return model
@@ -238,14 +238,14 @@ class FullyShardedStrategy(Strategy):
         return any(is_split(parameter) for group in groups for parameter in group["params"])
 
     def _start_as_rank_0(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        named, buffers = list(model.named_parameters()), list(model.named_buffers())
+        parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
         if group.size() == 1:
             return
         lines = [f"strategy: {self.name}, options: {', '.join(sorted(self.options)) or 'none'}"]
-        lines += [describe("parameter", name, parameter) for name, parameter in named]
+        lines += [describe("parameter", name, parameter) for name, parameter in parameters]
         lines += [describe("buffer", name, buffer) for name, buffer in buffers]
         verify_same_model(lines, group)
-        broadcast_tensors([*(p.detach() for _, p in named), *(b for _, b in buffers)], group, device)
+        broadcast_tensors([*(p.detach() for _, p in parameters), *(b for _, b in buffers)], group, device)
 
 
 class Zero2Strategy(FullyShardedStrategy):
@@ -278,7 +278,7 @@ class UnusedParameters:
         self._model, self._group, self._parameters = model, group, list(model.parameters())
         self._own = {(part, name): p for part in model.modules() for name, p in part._parameters.items()}
         self._watched: Any = WeakIdKeyDictionary()  # gathered parameters
-        self._used: set[nn.Parameter] = set()  # since they last got a gradient from all ranks
+        self._used_parameters: set[nn.Parameter] = set()  # since they last got a gradient from all ranks
         self._task = -1
         for unit in model.modules():
             if hasattr(unit, "set_requires_gradient_sync"):  # this hook runs after FSDP's own, which gathers
@@ -295,21 +295,21 @@ class UnusedParameters:
                         note(partial(self._note, own))
 
     def _note(self, own: nn.Parameter, _: torch.Tensor) -> None:
-        self._used.add(own)
+        self._used_parameters.add(own)
         task = torch._C._current_graph_task_id()
         if task != self._task and not vars(self._model).get("inside_no_sync"):
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # after FSDP's, which came first
 
     def _end(self) -> None:
-        used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.int32)
-        used = used.to(control_device(self._group))
-        dist.all_reduce(used, dist.ReduceOp.MAX, self._group)
-        for parameter, by_any in zip(self._parameters, used.tolist(), strict=True):
+        flags = torch.tensor([p in self._used_parameters for p in self._parameters], dtype=torch.int32)
+        flags = flags.to(control_device(self._group))
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
+        for parameter, by_any in zip(self._parameters, flags.tolist(), strict=True):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            self._used.discard(parameter)
+            self._used_parameters.discard(parameter)
             if by_any:
                 vars(gradient)[_KEPT] = True
             elif _KEPT not in vars(gradient):

@@ -132,8 +132,8 @@ class Strategy(ABC):
 
     def keep(self, part: nn.Module | Optimizer) -> Callable[[], None]:
         """Copies what this rank holds (to the CPU); calling what it returns puts that back. Exchanges nothing."""
-        kept = copy_state(self.local_state(part), device=torch.device("cpu"))
-        return lambda: self.load(part, kept)
+        state = copy_state(self.local_state(part), device=torch.device("cpu"))
+        return lambda: self.load(part, state)
 
     def splits(self, part: nn.Module | Optimizer) -> bool:
         """Return whether this rank holds only a part of this state, so that `save` needs all ranks."""

@@ -122,9 +122,9 @@ class Recording:
         Without `wait` those are left out that a device has not come by: after an error it may never.
         """
         with self._changed:
-            kept = list(self._spans)
+            records = list(self._spans)
         spans = []
-        for name, lane, begin, end, step, facts in kept:
+        for name, lane, begin, end, step, facts in records:
             for moment in (begin, end):
                 if wait and not isinstance(moment, int):
                     moment.wait()

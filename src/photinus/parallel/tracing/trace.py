@@ -146,8 +146,8 @@ class Trace(AbstractContextManager["Trace"]):
         if together:
             try:
                 dist.barrier()
-            except Exception as lost:
-                self.__exit__(type(lost), lost, lost.__traceback__)  # writes this rank's own file
+            except Exception as failure:
+                self.__exit__(type(failure), failure, failure.__traceback__)  # writes this rank's own file
                 raise
         meeting_ns = time.perf_counter_ns()
         spans = self._recording.spans(wait=error is None)
@@ -155,10 +155,10 @@ class Trace(AbstractContextManager["Trace"]):
         self.ranks = [mine]
         path = self.path
         if together:
-            told = gather_per_rank(json.dumps({**vars(mine), "spans": [vars(span) for span in spans]}))
+            texts = gather_per_rank(json.dumps({**vars(mine), "spans": [vars(span) for span in spans]}))
             if rank != 0:
                 return
-            plain = [json.loads(each) for each in told]
+            plain = [json.loads(each) for each in texts]
             self.ranks = [RankTrace(**{**each, "spans": [Span(**span) for span in each["spans"]]}) for each in plain]
         elif world_size > 1:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
@@ -236,8 +236,8 @@ def _shares(rank: RankTrace) -> Shares:
     steps = {span.step for span in rank.spans}
     count = max(1, len(steps))
 
-    def total(chosen: Iterable[Span]) -> float:
-        return sum(span.end_ns - span.begin_ns for span in chosen) / 1e9 / count
+    def total(spans: Iterable[Span]) -> float:
+        return sum(span.end_ns - span.begin_ns for span in spans) / 1e9 / count
 
     def total_of(name: str) -> float:
         return total(span for span in rank.spans if span.name == name)

@@ -30,8 +30,8 @@ def shard_units(model: nn.Module, shard: Shard = None) -> list[nn.Module]:
         TypeError: `shard` is neither.
         ValueError: it chose none, or a ModuleList or ModuleDict, which has no forward.
     """
-    chosen = _by_default(model) if shard is None else _by_rule(model, shard)
-    units = [module for module in chosen if module is not model and _elems(module) and not _shares(module, model)]
+    modules = _by_default(model) if shard is None else _by_rule(model, shard)
+    units = [module for module in modules if module is not model and _elems(module) and not _shares(module, model)]
     # Each once: stacks may share a block. fully_shard wants what is inside first, which has fewer modules.
     return sorted(dict.fromkeys(units), key=lambda unit: len(list(unit.modules())))
 
@@ -41,29 +41,29 @@ def _by_default(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if not isinstance(block, _CONTAINERS) and _elems(block) >= SMALLEST_UNIT_ELEMS]
 
 
-def _stacks_in(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+def _stacks_in(module: nn.Module, visits: set[nn.Module]) -> Iterator[nn.Module]:
     """The outermost stacks of blocks, each once."""
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in seen:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in visits:
         yield module
-    elif module not in seen:
-        seen.add(module)
+    elif module not in visits:
+        visits.add(module)
         for child in module.children():
-            yield from _stacks_in(child, seen)
-    seen.add(module)
+            yield from _stacks_in(child, visits)
+    visits.add(module)
 
 
 def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:
     if isinstance(shard, (list, tuple)) and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in shard):
         classes = tuple(shard)
-        chosen = [module for module in model.modules() if isinstance(module, classes)]
+        modules = [module for module in model.modules() if isinstance(module, classes)]
     elif callable(shard) and not isinstance(shard, type):
-        chosen = [module for module in model.modules() if shard(module)]
+        modules = [module for module in model.modules() if shard(module)]
     else:
         raise TypeError(
             f"shard={shard!r}: needs a list of module classes, or a function that takes a module and returns "
             "whether it is a unit"
         )
-    if not chosen:
+    if not modules:
         what = "none of its classes" if isinstance(shard, (list, tuple)) else "no submodule"
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
@@ -71,12 +71,12 @@ def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:
             if isinstance(shard, (list, tuple))
             else f"shard: the function chose {what} of the model ({type(model).__name__}), which has {', '.join(kinds)}"
         )
-    for module in chosen:
+    for module in modules:
         if isinstance(module, _CONTAINERS):
             raise ValueError(
                 f"shard: a {type(module).__name__} has no forward, so it cannot be a unit; choose the modules inside it"
             )
-    return chosen
+    return modules
 
 
 def _elems(module: nn.Module) -> int:

@@ -39,10 +39,10 @@ def check_shardable(optimizers: Sequence[Optimizer]) -> None:
             )
         dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
         if len(dtypes) > 1:
-            told = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             raise ValueError(
                 f"strategy 'zero1' needs parameters of one dtype per optimizer, but {type(optimizer).__name__} steps "
-                f'{told}. Make an optimizer for each dtype, or take strategy="ddp".'
+                f'{names}. Make an optimizer for each dtype, or take strategy="ddp".'
             )
 
 
