@@ -32,7 +32,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "run": (0, 0, 0),
     "runlog": (0, 0, 13),
     "templates": (0, 0, 2),
-    "tools": (0, 0, 47),
+    "tools": (0, 0, 0),
     "top": (0, 0, 18),
     "trainer": (0, 0, 78),
 }

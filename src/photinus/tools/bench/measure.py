@@ -54,8 +54,8 @@ def _explain(options: Namespace, hosts: tuple[int, ...], operation: str) -> dict
     if operation == _PARTS:
         return {"operation": operation, "levels": _BY_PARTS, "calls": []}
     speeds = (options.latency_us * 1e-6, options.rate_gbit / 8e-9)
-    asked = {"counts": hosts, "operation": operation, "sizes_elems": sizes, "dtype": options.dtype, "speeds": speeds}
-    answer, error = ask_engine(options.timeout_s, json.dumps(asked))
+    question = {"counts": hosts, "operation": operation, "sizes_elems": sizes, "dtype": options.dtype, "speeds": speeds}
+    answer, error = ask_engine(options.timeout_s, json.dumps(question))
     if answer is None:
         raise LaunchError(f"the engine does not work here: {error}")
     levels, calls = answer["explained"]
@@ -79,25 +79,25 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(f"photinus bench needs PyTorch: {error}")
     gpus, on_gpus = torch["gpus"], options.device == "cuda"
     ranks = options.ranks or max(2, len(gpus) or min(8, usable_cores()))
-    asked = "--device cuda" if on_gpus else "--backends nccl" if "nccl" in (options.backends or ()) else ""
-    if asked and not gpus:
-        raise DeviceError(f"photinus bench {asked}: torch sees no GPU here. `photinus doctor` shows the reason.")
+    flag = "--device cuda" if on_gpus else "--backends nccl" if "nccl" in (options.backends or ()) else ""
+    if flag and not gpus:
+        raise DeviceError(f"photinus bench {flag}: torch sees no GPU here. `photinus doctor` shows the reason.")
     usable = ["photinus", "gloo"]
     usable += ["nccl"] if torch["available"]["nccl"] and len(gpus) >= ranks else []
     usable += ["ucc"] if torch["available"]["ucc"] and not on_gpus else []
-    wanted = options.backends or usable
-    results, absent = _measure(options, wanted, ranks)
+    candidates = options.backends or usable
+    results, absent = _measure(options, candidates, ranks)
     if not results:
         raise LaunchError("; ".join(f"{name} failed: {reason}" for name, reason in absent.items()))
-    backends = [name for name in wanted if name not in absent]
+    backends = [name for name in candidates if name not in absent]
     best, reason = choose(results, backends)
-    kept = keep_choice(options, usable, results, torch, best, reason)
+    note = keep_choice(options, usable, results, torch, best, reason)
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
     title += f", tensors on {len(gpus)} x {gpus[0]['name']}" if on_gpus else ""
     if options.as_json:
-        told: dict[str, Any] = {"title": title, "photinus": __version__, "torch": torch["version"]}
-        told |= {"unit": "seconds per call, GB/s", "results": [each.as_json() for each in results], "absent": absent}
-        print(json.dumps({**told, "choose": best, "because": reason, "kept": kept}, indent=1))
+        facts: dict[str, Any] = {"title": title, "photinus": __version__, "torch": torch["version"]}
+        facts |= {"unit": "seconds per call, GB/s", "results": [each.as_json() for each in results], "absent": absent}
+        print(json.dumps({**facts, "choose": best, "because": reason, "kept": note}, indent=1))
     else:
         print(f"{title}; {platform.machine()}, torch {torch['version']}, Photinus {__version__}\n")
         print_table(results, backends)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         lines = [line for name in backends for line in limits(results, name, through_host=on_gpus)]
         lines += explain_gpus(results[-1], len(gpus)) if on_gpus else []
         lines += [f"{name}: did not take part: {why}" for name, why in absent.items()]
-        for line in [*lines, "", f"Choose {best}: {reason}.", *filter(None, [kept])]:
+        for line in [*lines, "", f"Choose {best}: {reason}.", *filter(None, [note])]:
             print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  "))
     if options.plot is not None:
         plot(results, backends, f"Collectives on one host: {title}", options.plot)

@@ -40,32 +40,32 @@ the device does not exist."""
 
 def parser() -> Parser:
     """The command line. A value that is None is to be found out here."""
-    made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
+    parser = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
     ranks = "number of ranks, at least 2. default: one per GPU, or per usable core (2 to 8)"
-    made.add("--nproc-per-node N", ranks, whole_number(2, _MOST_RANKS), dest="ranks")
+    parser.add("--nproc-per-node N", ranks, whole_number(2, _MOST_RANKS), dest="ranks")
     where = "device of the tensors. cuda: the fastest backend is saved, and backend auto uses it from then on; with "
     where += "fewer GPUs than ranks, ranks share GPUs, without nccl. default: cpu (nccl: GPUs)"
-    made.add("--device cpu|cuda", where, one_of=("cpu", "cuda"), default="cpu")
+    parser.add("--device cpu|cuda", where, one_of=("cpu", "cuda"), default="cpu")
     operations = f"operations: {', '.join(_OPERATIONS)}. default: all_reduce"
-    made.add("--ops LIST", operations, some_of=_OPERATIONS, default=("all_reduce",), dest="operations")
+    parser.add("--ops LIST", operations, some_of=_OPERATIONS, default=("all_reduce",), dest="operations")
     sizes = "sizes of the tensor, like 4K,1M,64M. default: 4K, 16K, ... 64M"
-    made.add("--sizes LIST", sizes, _sizes, default=_SIZES, dest="sizes_bytes")
-    made.add("--dtype TYPE", f"one of {', '.join(DTYPES)}. default: float32", one_of=tuple(DTYPES), default="float32")
-    made.add("--backends LIST", f"backends: {', '.join(_BACKENDS)}. default: all that work here", some_of=_BACKENDS)
-    made.add("--seconds S", "approximate time of each measurement. default: 0.3", positive_seconds, default=0.3)
-    made.add("--json", "print the figures as JSON", dest="as_json")
-    made.add("--plot FILE.png", "draw bandwidth over size", _picture)
+    parser.add("--sizes LIST", sizes, _sizes, default=_SIZES, dest="sizes_bytes")
+    parser.add("--dtype TYPE", f"one of {', '.join(DTYPES)}. default: float32", one_of=tuple(DTYPES), default="float32")
+    parser.add("--backends LIST", f"backends: {', '.join(_BACKENDS)}. default: all that work here", some_of=_BACKENDS)
+    parser.add("--seconds S", "approximate time of each measurement. default: 0.3", positive_seconds, default=0.3)
+    parser.add("--json", "print the figures as JSON", dest="as_json")
+    parser.add("--plot FILE.png", "draw bandwidth over size", _picture)
     how = "measure nothing: print how the engine runs each call, why, and the time by its model (docs/scale.md)"
-    made.add("--explain", how)
+    parser.add("--explain", how)
     where = "with --explain: ranks of each host, like 4x8 or 3+1. default: all ranks on one host"
-    made.add("--hosts LIST", where, _hosts, default=(), only_with=("--explain",))
+    parser.add("--hosts LIST", where, _hosts, default=(), only_with=("--explain",))
     lasts = "with --explain: latency between hosts, one way, in microseconds, as a job logs it at its start. default: 3"
-    made.add("--latency-us US", lasts, positive_seconds, default=3.0, only_with=("--hosts",))
+    parser.add("--latency-us US", lasts, positive_seconds, default=3.0, only_with=("--hosts",))
     rate = "with --explain: bandwidth of a host's network card in Gbit/s. default: 200"
-    made.add("--rate-gbit GBIT", rate, positive_seconds, default=200.0, only_with=("--hosts",))
+    parser.add("--rate-gbit GBIT", rate, positive_seconds, default=200.0, only_with=("--hosts",))
     each = "timeout of each measurement. default: 120"
-    made.add("--timeout SECONDS", each, positive_seconds, default=120.0, dest="timeout_s")
-    return made
+    parser.add("--timeout SECONDS", each, positive_seconds, default=120.0, dest="timeout_s")
+    return parser
 
 
 def parse_bench(arguments: Sequence[str]) -> Namespace:

@@ -61,12 +61,12 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
 
     `through_host`: they lie on GPUs, and are copied to the host and back; nccl need not do that.
     """
-    known = [each for each in results if each.operation == results[0].operation]
-    smallest, largest = known[0], known[-1]
+    series = [each for each in results if each.operation == results[0].operation]
+    smallest, largest = series[0], series[-1]
     overhead = smallest.seconds[backend]
     lines = []
-    bound = [each for each in known if overhead >= _LATENCY_BOUND * each.seconds[backend]]
-    if len(bound) < len(known) or len(known) == 1:
+    bound = [each for each in series if overhead >= _LATENCY_BOUND * each.seconds[backend]]
+    if len(bound) < len(series) or len(series) == 1:
         what = f"the {overhead * 1e6:.0f} µs that a call of any size takes"
         lines.append(f"{backend}: up to {size_name(bound[-1].size_bytes)} the limit is {what}.")
     else:
@@ -91,10 +91,10 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
 
 def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str]:
     """Return the backend for training here, the fastest near the size of a gradient bucket, and why."""
-    known = [each for each in results if each.operation == results[0].operation]
-    near = min(known, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
+    series = [each for each in results if each.operation == results[0].operation]
+    near = min(series, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
     best, *others = sorted(backends, key=lambda name: near.seconds[name])
-    size, small = size_name(near.size_bytes), known[0].seconds
+    size, small = size_name(near.size_bytes), series[0].seconds
     if not others:
         return best, f"it is the only one that was measured, {near.algbw(best):.1f} GB/s at {size}"
     ratio = near.seconds[others[0]] / near.seconds[best]
@@ -167,14 +167,14 @@ def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: P
     operations = list(dict.fromkeys(each.operation for each in results))
     styles = ("-", "--", ":", "-.", (0, (1, 3)))
     for operation, style in zip(operations, styles, strict=False):
-        chosen = [each for each in results if each.operation == operation]
-        sizes = [each.size_bytes for each in chosen]
+        series = [each for each in results if each.operation == operation]
+        sizes = [each.size_bytes for each in series]
         for number, backend in enumerate(backends):
             label = backend if len(operations) == 1 else f"{backend}, {operation}"
             how: dict[str, Any] = {"linestyle": style, "color": f"C{number}", "marker": "o", "markersize": 4}
-            axes.plot(sizes, [each.algbw(backend) for each in chosen], label=label, **how)
+            axes.plot(sizes, [each.algbw(backend) for each in series], label=label, **how)
         if operation == operations[0]:
-            axes.plot(sizes, [each.algbw(COPY) for each in chosen], color="0.6", label="all ranks copy memory")
+            axes.plot(sizes, [each.algbw(COPY) for each in series], color="0.6", label="all ranks copy memory")
     sizes = sorted({each.size_bytes for each in results})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

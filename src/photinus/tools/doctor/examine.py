@@ -52,7 +52,7 @@ use."""
 def parser() -> Parser:
     """Return the parser of the command line."""
     several = "--hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]"
-    made = Parser(
+    parser = Parser(
         "doctor",
         "[--json] [--timeout SECONDS]",
         several,
@@ -61,56 +61,56 @@ def parser() -> Parser:
         more=_MORE,
         exclusive=[("--hosts", "--hostfile", "--model"), ("--hostfile", "--model")],
     )
-    made.add("--json", "print the findings as JSON")
-    made.add("--timeout SECONDS", "timeout of each check. default: 120", positive_seconds, default=_TIMEOUT_S)
-    made.add("--hosts a,b,c", "hosts to check (root@a: as a different user)")
-    made.add("--hostfile FILE", "file with the hosts, as for `photinus run`")
+    parser.add("--json", "print the findings as JSON")
+    parser.add("--timeout SECONDS", "timeout of each check. default: 120", positive_seconds, default=_TIMEOUT_S)
+    parser.add("--hosts a,b,c", "hosts to check (root@a: as a different user)")
+    parser.add("--hostfile FILE", "file with the hosts, as for `photinus run`")
     reached = ("--hosts", "--hostfile")
-    made.add("--ssh COMMAND", "ssh command. default: ssh", default="ssh", only_with=reached)
-    made.add("--ssh-port PORT", "port of the ssh servers", port, only_with=reached)
-    made.add("--model FILE.py:FUNCTION", "function that returns the model to measure")
-    made.add("--batch SHAPE", "shape of the input, or FUNCTION,SAMPLES", batch_value, only_with=("--model",))
-    made.add(
+    parser.add("--ssh COMMAND", "ssh command. default: ssh", default="ssh", only_with=reached)
+    parser.add("--ssh-port PORT", "port of the ssh servers", port, only_with=reached)
+    parser.add("--model FILE.py:FUNCTION", "function that returns the model to measure")
+    parser.add("--batch SHAPE", "shape of the input, or FUNCTION,SAMPLES", batch_value, only_with=("--model",))
+    parser.add(
         "--backend NAME", "backend. default: photinus", one_of=_BACKENDS, only_with=("--model",), default=_BACKENDS[0]
     )
-    return made
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Examine this machine, or several hosts. Return 0 if all is well, else 1. Raise UsageError."""
-    asked = parser().parse(arguments)
-    if asked.hosts is not None or asked.hostfile is not None:
-        return _examine_hosts(asked)
-    if asked.model is not None:
-        return _examine_model(asked)
-    torch, error = ask_torch(asked.timeout)
-    findings = look_at_host() + look_at_software((torch, error), ask_engine(asked.timeout))
-    findings += look_at_gpus(torch, asked.timeout) + look_at_backends(torch, asked.timeout)
-    return report(findings, as_json=asked.json)
+    options = parser().parse(arguments)
+    if options.hosts is not None or options.hostfile is not None:
+        return _examine_hosts(options)
+    if options.model is not None:
+        return _examine_model(options)
+    torch, error = ask_torch(options.timeout)
+    findings = look_at_host() + look_at_software((torch, error), ask_engine(options.timeout))
+    findings += look_at_gpus(torch, options.timeout) + look_at_backends(torch, options.timeout)
+    return report(findings, as_json=options.json)
 
 
-def _examine_model(asked: Namespace) -> int:
-    place, colon, function = asked.model.rpartition(":")
+def _examine_model(options: Namespace) -> int:
+    place, colon, function = options.model.rpartition(":")
     if not (place and colon and function.isidentifier()):
-        raise UsageError(f"photinus doctor --model {asked.model}: needs FILE.py:FUNCTION, as train.py:make_model.")
+        raise UsageError(f"photinus doctor --model {options.model}: needs FILE.py:FUNCTION, as train.py:make_model.")
     if place.endswith(".py") and not Path(place).is_file():
-        raise UsageError(f"photinus doctor --model {asked.model}: there is no file {place}.")
-    if asked.batch is None:
+        raise UsageError(f"photinus doctor --model {options.model}: there is no file {place}.")
+    if options.batch is None:
         raise UsageError("photinus doctor --model needs --batch too, as --batch 64,3,32,32 or --batch make_batch,64.")
-    batch, samples = asked.batch
-    trial = Trial(asked.model, batch, samples, backend=asked.backend, timeout_s=asked.timeout)
-    return examine_model(trial, as_json=asked.json)
+    batch, samples = options.batch
+    trial = Trial(options.model, batch, samples, backend=options.backend, timeout_s=options.timeout)
+    return examine_model(trial, as_json=options.json)
 
 
-def _examine_hosts(asked: Namespace) -> int:
+def _examine_hosts(options: Namespace) -> int:
     from ...run.ssh.hostfile import parse_hostfile, read_hostfile
     from .hosts import look_at_hosts, print_pairs
 
-    if asked.hostfile is not None:
-        hosts = read_hostfile(asked.hostfile)
+    if options.hostfile is not None:
+        hosts = read_hostfile(options.hostfile)
     else:
-        hosts = parse_hostfile("\n".join(dict.fromkeys(asked.hosts.replace(",", " ").split())), "--hosts")
-    findings, pairs = look_at_hosts(hosts, asked.ssh, asked.ssh_port, asked.timeout)
-    if pairs and not asked.json:
+        hosts = parse_hostfile("\n".join(dict.fromkeys(options.hosts.replace(",", " ").split())), "--hosts")
+    findings, pairs = look_at_hosts(hosts, options.ssh, options.ssh_port, options.timeout)
+    if pairs and not options.json:
         print_pairs([host.name for host in hosts], pairs, terminal().width)
-    return report(findings, as_json=asked.json, pairs=[asdict(pair) for pair in pairs])
+    return report(findings, as_json=options.json, pairs=[asdict(pair) for pair in pairs])

@@ -65,8 +65,8 @@ def main() -> None:
         driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         for i in everybody:
             for j in everybody:
-                known = i != j and driver.cuDeviceGetP2PAttribute(ctypes.byref(number), _ATOMICS, i, j) == 0
-                atomics[i][j] = known and bool(number.value)
+                is_known = i != j and driver.cuDeviceGetP2PAttribute(ctypes.byref(number), _ATOMICS, i, j) == 0
+                atomics[i][j] = is_known and bool(number.value)
     peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in everybody] for i in everybody]
     measured = measure([torch.device("cuda", i) for i in everybody])
     print(json.dumps({**measured, "peers": peers, "atomics": atomics}))

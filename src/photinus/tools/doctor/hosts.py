@@ -44,25 +44,25 @@ class Pair:
     error: str = ""
 
 
-def troubles_of(names: Sequence[str], said: str) -> dict[str, str]:
+def troubles_of(names: Sequence[str], output: str) -> dict[str, str]:
     """Return why the job failed, by host: the launcher's reasons against hosts, or its last line for all of them.
 
     Args:
         names: hosts of the job; they meet at the first.
-        said: output of the launcher.
+        output: of the launcher.
     """
     found = {}
     for name in names:
-        blamed = re.search(rf"\bhost {re.escape(name)}(?:: (?:\w+: )?| (?=\(.*\) was |was ))(.*)", said)
+        blamed = re.search(rf"\bhost {re.escape(name)}(?:: (?:\w+: )?| (?=\(.*\) was |was ))(.*)", output)
         if blamed is not None:
             found[name] = blamed[1].removesuffix(" Nothing was started.")
     # A host that reaches no other cannot say so: the others wait for it in vain, and list who is there.
-    here = re.search(r"hosts ready within .*; here: (.*)", said)
+    here = re.search(r"hosts ready within .*; here: (.*)", output)
     if here is not None and not found:
         absent = [name for name in names if name not in re.split(r"[ (),]+", here[1])]
         advice = _ADVICE.format(target=names[0])
         found = dict.fromkeys(absent, f"it does not reach {names[0]}, where the hosts meet. {advice}")
-    return found or dict.fromkeys(names, (said.strip().splitlines() or ["the job ended and said nothing"])[-1])
+    return found or dict.fromkeys(names, (output.strip().splitlines() or ["the job ended and said nothing"])[-1])
 
 
 def look_at_hosts(
@@ -72,24 +72,24 @@ def look_at_hosts(
     facts: dict[str, dict[str, Any]] = {}
     troubles: dict[str, str] = {}
     pairs: list[Pair] = []
-    left = list(hosts)
+    remaining = list(hosts)
 
-    def hear(told: dict[str, Any]) -> None:
-        if "pair" in told:
-            source, target = (left[rank].name for rank in told.pop("pair"))
-            pairs.append(Pair(source, target, **told))
+    def hear(message: dict[str, Any]) -> None:
+        if "pair" in message:
+            source, target = (remaining[rank].name for rank in message.pop("pair"))
+            pairs.append(Pair(source, target, **message))
         else:
-            told["clock_ahead_s"] = told.pop("clock_s") - time.time()
-            facts[left[told.pop("rank")].name] = told
+            message["clock_ahead_s"] = message.pop("clock_s") - time.time()
+            facts[remaining[message.pop("rank")].name] = message
 
-    while left:  # a job needs all of its hosts, so those that cannot take part are left out
+    while remaining:  # a job needs all of its hosts, so those that cannot take part are left out
         pairs.clear()
-        said = JobOutput(hear)
-        with contextlib.redirect_stdout(said):
-            if _start_ranks(left, ssh, ssh_port, timeout_s) == 0:
+        output = JobOutput(hear)
+        with contextlib.redirect_stdout(output):
+            if _start_ranks(remaining, ssh, ssh_port, timeout_s) == 0:
                 break
-        troubles |= (new := troubles_of([host.name for host in left], said.rest))
-        left = [host for host in left if host.name not in new]
+        troubles |= (new := troubles_of([host.name for host in remaining], output.rest))
+        remaining = [host for host in remaining if host.name not in new]
     return judge({host.name: facts[host.name] for host in hosts if host.name in facts}, troubles, pairs), pairs
 
 
@@ -114,8 +114,8 @@ def judge(facts: Mapping[str, Mapping[str, Any]], troubles: Mapping[str, str], p
         pairs: both directions of each pair that could be tried.
     """
     findings = [finding for name in facts for finding in _of_host(name, facts)]
-    for name, said in troubles.items():
-        what, _, advice = said.partition(". ")
+    for name, trouble in troubles.items():
+        what, _, advice = trouble.partition(". ")
         findings.append(assess(_SECTION, name, what, bad=advice or "Log in there by hand and look."))
     if troubles:
         advice = "Fix what is said of them, and look again."

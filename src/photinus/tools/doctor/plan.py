@@ -50,9 +50,9 @@ class JobOutput(io.StringIO):
         """Take the next piece of output, which may end anywhere in a line."""
         *lines, self._open = (self._open + text).split("\n")
         for line in lines:
-            _, mark, told = line.partition(_MARK)
+            _, mark, message = line.partition(_MARK)
             if mark:
-                self._hear(json.loads(told))
+                self._hear(json.loads(message))
             else:
                 self.rest += line.removeprefix("photinus: ") + "\n"
         return len(text)

@@ -40,15 +40,15 @@ Answer = tuple[dict[str, Any] | None, str]
 def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
     """Return the JSON object that a program of this Python prints last; or None, and why not."""
     try:
-        asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
+        process = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return None, LATE.format(timeout_s)
-    for line in reversed(asked.stdout.splitlines()):  # libraries may print too, before and after
+    for line in reversed(process.stdout.splitlines()):  # libraries may print too, before and after
         with contextlib.suppress(ValueError):
-            if asked.returncode == 0 and isinstance(answer := json.loads(line), dict):
+            if process.returncode == 0 and isinstance(answer := json.loads(line), dict):
                 return answer, ""
-    said = (asked.stderr.strip() or asked.stdout.strip() or "nothing").splitlines()[-1]
-    return None, said if asked.returncode else f"no answer, but: {said}"
+    last_line = (process.stderr.strip() or process.stdout.strip() or "nothing").splitlines()[-1]
+    return None, last_line if process.returncode else f"no answer, but: {last_line}"
 
 
 def ask_torch(timeout_s: float) -> Answer:

@@ -30,31 +30,31 @@ def measure(
     Raises:
         LaunchError: ranks cannot be started from here, or cannot even copy.
     """
-    left, absent, begun = list(plan.contestants), dict[str, str](), list[str]()
+    remaining, absent, begun = list(plan.contestants), dict[str, str](), list[str]()
     on_gpus = plan.device == "cuda" or "nccl" in plan.contestants
     visible = os.environ.get(VISIBLE) if on_gpus else ""
 
-    def hear(told: dict[str, Any]) -> None:
-        begun[:] = told["begins"]
+    def hear(message: dict[str, Any]) -> None:
+        begun[:] = message["begins"]
         show(" ".join(begun))
 
-    while left and left[0] not in COPIES:
+    while remaining and remaining[0] not in COPIES:
         # Figures of before the failure are dropped: a backend that hangs or crashes may have slowed the others.
-        said = JobOutput(hear)
-        begun[:] = left[:1]
-        given = replace(plan, contestants=tuple(left)), visible
+        output = JobOutput(hear)
+        begun[:] = remaining[:1]
+        arguments = replace(plan, contestants=tuple(remaining)), visible
         try:
-            with contextlib.redirect_stdout(said):  # what the launcher and all ranks print then comes here
-                return launch(measure_here, nprocs=ranks, args=given, cpu=True, oversubscribe=True)[0], absent
+            with contextlib.redirect_stdout(output):  # what the launcher and all ranks print then comes here
+                return launch(measure_here, nprocs=ranks, args=arguments, cpu=True, oversubscribe=True)[0], absent
         except LaunchError as error:
-            if not said.rest or begun[0] in COPIES:
+            if not output.rest or begun[0] in COPIES:
                 raise
             # Of several ranks that fail, the launcher's first line names the one that failed first.
-            lines = said.rest.splitlines()
+            lines = output.rest.splitlines()
             cause = next((line for line in lines if line.startswith("rank ")), lines[-1])
             is_late = error.exit_code == 128 + signal.SIGALRM
             absent[begun[0]] = LATE.format(plan.timeout_s) if is_late else cause
-            left.remove(begun[0])
+            remaining.remove(begun[0])
     return [], absent
 
 

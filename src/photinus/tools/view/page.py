@@ -32,10 +32,10 @@ def page(runs: Sequence[Run]) -> str:
     files = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    shown = (count, number, size, step_time, units.clock_time, units.plural)
-    told = (command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity)
+    formats = (count, number, size, step_time, units.clock_time, units.plural)
+    descriptions = (command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity)
     found = (bars, epochs, events, last, newest_windows, options, phases_in_words, pictures, speed_in_words, wall_clock)
-    files.filters |= {each.__name__: each for each in (*shown, *told, *found, slow_links, stragglers)}
+    files.filters |= {each.__name__: each for each in (*formats, *descriptions, *found, slow_links, stragglers)}
     labels = labels_of(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.logged))[:6]
     text = files.get_template("page.html.j2").render(
@@ -80,12 +80,12 @@ def last(run: Run, name: str) -> str:
 def speed_in_words(run: Run) -> tuple[str, str, str]:
     """Return samples per second, the time of a step and of training, over the whole run; "" where it is not known."""
     samples_per_s, step_s = speed(run.windows)
-    known = [row["samples_per_s"] for row in run.epochs if row.get("samples_per_s")]
-    if known and not math.isfinite(samples_per_s):
-        samples_per_s = sum(known) / len(known)
+    speeds = [row["samples_per_s"] for row in run.epochs if row.get("samples_per_s")]
+    if speeds and not math.isfinite(samples_per_s):
+        samples_per_s = sum(speeds) / len(speeds)
     trained_s = run.epochs[-1].get("elapsed_s", math.nan) if run.epochs else math.nan
-    shown = ((samples_per_s, count), (step_s, step_time), (trained_s, duration))
-    first, second, third = (show(value) if math.isfinite(value) else "" for value, show in shown)
+    figures = ((samples_per_s, count), (step_s, step_time), (trained_s, duration))
+    first, second, third = (show(value) if math.isfinite(value) else "" for value, show in figures)
     return first, second, third
 
 
@@ -131,8 +131,8 @@ def wall_clock(run: Run) -> str:
     parts = [("training steps", training), ("validation", sum(aside)), ("saving checkpoints", sum(saving))]
     rest = max(0.0, total - sum(seconds for _, seconds in parts))
     parts.append(("all else (starting, restarting, what was lost and done again)", rest))
-    known = ", ".join(f"{percent(seconds / total)} {what}" for what, seconds in parts if seconds / total >= 0.005)
-    return f"Of {duration(total)} from the first start on: {known}."
+    text = ", ".join(f"{percent(seconds / total)} {what}" for what, seconds in parts if seconds / total >= 0.005)
+    return f"Of {duration(total)} from the first start on: {text}."
 
 
 def _seconds(value: Any) -> float:
@@ -142,13 +142,13 @@ def _seconds(value: Any) -> float:
 def epochs(run: Run) -> dict[str, Any]:
     """Return a row per epoch with all its numbers; of very many epochs some, evenly spaced, and the last."""
     every = max(1, -(-len(run.epochs) // _ROWS))
-    chosen = [row for index, row in enumerate(run.epochs) if index % every == 0 or row is run.epochs[-1]]
+    rows = [row for index, row in enumerate(run.epochs) if index % every == 0 or row is run.epochs[-1]]
     names = [name for name in dict.fromkeys(name for row in run.epochs for name in row) if name != "start"]
     return {
         "of": len(run.epochs),
         "every": every,
         "names": names,
-        "rows": [[_cell(r, n) for n in names] for r in chosen],
+        "rows": [[_cell(r, n) for n in names] for r in rows],
     }
 
 
@@ -165,9 +165,9 @@ def events(run: Run) -> list[Event]:
     """Return what happened; of very many events the ends of epochs and older checkpoints are left out."""
     if len(run.events) <= _ALL_EVENTS:
         return list(run.events)
-    known = [event for event in run.events if event.kind not in (*OF_A_ROW, "checkpoint")]
+    others = [event for event in run.events if event.kind not in (*OF_A_ROW, "checkpoint")]
     checkpoints = [event for event in run.events if event.kind == "checkpoint"]
-    return sorted([*known[-_ROWS:], *checkpoints[-5:]], key=lambda event: event.time_s)
+    return sorted([*others[-_ROWS:], *checkpoints[-5:]], key=lambda event: event.time_s)
 
 
 def options(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -178,12 +178,12 @@ def options(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     ]
     if run.config_starts:
         last = run.config_starts[-1]
-        known: dict[str, Any] = {n: value for n, value in _dict(last.get("versions")).items() if value is not None}
+        facts: dict[str, Any] = {n: value for n, value in _dict(last.get("versions")).items() if value is not None}
         if git := _dict(last.get("git")):
-            known["git commit"] = str(git.get("commit")) + (", with changes" if git.get("changed") else "")
-        known |= {"device": last.get("device"), "backend": last.get("backend"), "launcher": last.get("launcher")}
-        known["hosts"] = hosts_in_words(last.get("hosts")).removeprefix("on ")
-        cards += [("Versions and place", known), ("Machine of rank 0", _machine(_dict(last.get("machine"))))]
+            facts["git commit"] = str(git.get("commit")) + (", with changes" if git.get("changed") else "")
+        facts |= {"device": last.get("device"), "backend": last.get("backend"), "launcher": last.get("launcher")}
+        facts["hosts"] = hosts_in_words(last.get("hosts")).removeprefix("on ")
+        cards += [("Versions and place", facts), ("Machine of rank 0", _machine(_dict(last.get("machine"))))]
     found = [(title, [(n.replace("_", " "), _text(v)) for n, v in card.items()]) for title, card in cards if card]
     environ = _dict(run.config_starts[-1].get("environ")) if run.config_starts else {}
     return found + ([("Environment", [(name, _text(value)) for name, value in environ.items()])] if environ else [])

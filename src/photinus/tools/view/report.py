@@ -37,20 +37,20 @@ exit code: 0; 1 if the page could not be written; 2 for wrong use."""
 
 def parser() -> Parser:
     """The command line."""
-    made = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
-    made.add("runs", SUPPRESS, metavar="RUN", nargs="*")
+    parser = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
+    parser.add("runs", SUPPRESS, metavar="RUN", nargs="*")
     where = "file to write. default: report.html in the run's folder (several: in this folder); - is standard output"
-    made.add("--out -o --output FILE.html", f"(or -o) {where}")
-    return made
+    parser.add("--out -o --output FILE.html", f"(or -o) {where}")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the page, and says where it is; returns the exit code."""
-    asked = parser().parse(arguments)
-    for word in asked.runs:
+    options = parser().parse(arguments)
+    for word in options.runs:
         if word.endswith((".html", ".htm")) and not os.path.isdir(word):
             raise UsageError(f"photinus report {word}: to write the page there, type -o {word}.")
-    folders = [run_folder("report", given) for given in asked.runs or (None,)]
+    folders = [run_folder("report", name) for name in options.runs or (None,)]
     for i, folder in enumerate(folders):
         if folder.resolve() in {other.resolve() for other in folders[:i]}:
             raise UsageError(f"photinus report: {folder} is given twice.")
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str]) -> int:
     from .page import page
 
     text = page(runs).encode(errors="backslashreplace").decode()  # names of folders may be no UTF-8
-    if asked.out == "-":
+    if options.out == "-":
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
         return 0
-    path = Path(asked.out) if asked.out else (folders[0] if len(runs) == 1 else Path(".")) / "report.html"
+    path = Path(options.out) if options.out else (folders[0] if len(runs) == 1 else Path(".")) / "report.html"
     if path.is_dir():
         example = path / "report.html"
         raise UsageError(f"photinus report --out {path}: that is a folder; give a file, such as {example}.")

@@ -10,15 +10,15 @@ from ...runlog.run import DEPTH, FILES, is_run, newest_run
 from ...words import closest
 
 
-def run_folder(command: str, given: str | None) -> Path:
-    """The folder of the run that is meant; `given` None: the newest below the working directory. Raises UsageError.
+def run_folder(command: str, argument: str | None) -> Path:
+    """The folder of the run that is meant; `argument` None: the newest below the working directory. Raises UsageError.
 
     `command` stands in messages: "top" or "report".
     """
-    below = Path(os.path.expanduser("." if given is None else given))
-    if given is not None:
+    below = Path(os.path.expanduser("." if argument is None else argument))
+    if argument is not None:
         if not below.exists():
-            raise UsageError(f"photinus {command} {given}: there is no such folder.{_hint(below)}")
+            raise UsageError(f"photinus {command} {argument}: there is no such folder.{_hint(below)}")
         if below.is_file():
             below = below.parent
         if is_run(below):
@@ -28,7 +28,7 @@ def run_folder(command: str, given: str | None) -> Path:
     found = newest_run(below)
     if found is not None:
         return found
-    where = "here" if given is None else f"in {given}"
+    where = "here" if argument is None else f"in {argument}"
     raise UsageError(
         f"photinus {command}: there is no run {where} ({below.resolve()}, and down to {DEPTH} folders below it). A "
         f"run's folder is what the script gives as out=..., with {FILES[-1]} in it: photinus {command} FOLDER."

@@ -46,19 +46,19 @@ exit code: 0; 2 for wrong use."""
 
 def parser() -> Parser:
     """The command line."""
-    made = Parser("top", "[RUN] [--once] [--interval SECONDS]", about=_ABOUT, more=_MORE)
-    made.add("runs", SUPPRESS, metavar="RUN", nargs="*")
-    made.add("--once", "print it once and exit (default if the output is not a terminal)")
-    made.add("--interval SECONDS", "seconds between updates. default: 1", _interval, default=1.0)
-    return made
+    parser = Parser("top", "[RUN] [--once] [--interval SECONDS]", about=_ABOUT, more=_MORE)
+    parser.add("runs", SUPPRESS, metavar="RUN", nargs="*")
+    parser.add("--once", "print it once and exit (default if the output is not a terminal)")
+    parser.add("--interval SECONDS", "seconds between updates. default: 1", _interval, default=1.0)
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Shows a run until the user leaves; returns the exit code."""
-    asked = parser().parse(arguments)
-    if len(asked.runs) > 1:
-        raise UsageError(f"photinus top shows one run, but was given {' and '.join(asked.runs)}.")
-    _show(Run(run_folder("top", *(asked.runs or [None]))), once=asked.once, interval_s=asked.interval)
+    options = parser().parse(arguments)
+    if len(options.runs) > 1:
+        raise UsageError(f"photinus top shows one run, but was given {' and '.join(options.runs)}.")
+    _show(Run(run_folder("top", *(options.runs or [None]))), once=options.once, interval_s=options.interval)
     return 0
 
 

@@ -44,10 +44,10 @@ def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool
     ranks = shares(windows)
     if ranks:
         picture += [Text(), *_breakdown(ranks, windows, width, colour)]
-    left = None if height is None else max(2, height - len(picture) - 1)
-    events = _events(run, 6 if left is None else max(2, min(6, left // 3)))
+    lines_left = None if height is None else max(2, height - len(picture) - 1)
+    events = _events(run, 6 if lines_left is None else max(2, min(6, lines_left // 3)))
     if ranks:
-        room = len(ranks) if left is None else max(1, left - len(events) - 4)
+        room = len(ranks) if lines_left is None else max(1, lines_left - len(events) - 4)
         picture += [Text(), *_ranks(run, ranks, windows, width, room)]
     if events:
         picture += [Text(), *events]
@@ -118,8 +118,8 @@ def _progress(run: Run, width: int, *, going: bool) -> list[Text]:
     if not steps:
         return [_line(text)]
     left_s = _left_s(run) if going else math.nan
-    left = f"  about {duration(left_s)} left" if math.isfinite(left_s) else ""
-    tail = f"{percent(run.step / steps)}{left}"
+    remaining = f"  about {duration(left_s)} left" if math.isfinite(left_s) else ""
+    tail = f"{percent(run.step / steps)}{remaining}"
     room = width - len(text) - len(tail) - 4
     if room >= 10:
         return [_line(f"{text}  ", (_bar(run.step / steps, room), "cyan"), f"  {tail}")]
@@ -137,10 +137,10 @@ def _left_s(run: Run) -> float:
     if not run.starts or not run.windows or not run.steps_wanted:
         return math.nan
     began, last = run.starts[-1], run.windows[-1]
-    done, seconds = last.step - began.step, last.time_s - began.time_s
-    if done <= 0 or seconds <= 0:
+    steps, seconds = last.step - began.step, last.time_s - began.time_s
+    if steps <= 0 or seconds <= 0:
         return math.nan
-    return max(0, run.steps_wanted - last.step) * seconds / done
+    return max(0, run.steps_wanted - last.step) * seconds / steps
 
 
 def _facts(run: Run, ended: bool) -> list[str]:
@@ -241,7 +241,7 @@ def _ranks(
     late = {each.rank for each in slow}
     # The slowest are worth seeing; the others stand for themselves.
     by_need = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))
-    chosen = ranks if len(ranks) <= room else sorted(by_need[: max(1, room - 1)], key=lambda rank: rank.rank)
+    visible = ranks if len(ranks) <= room else sorted(by_need[: max(1, room - 1)], key=lambda rank: rank.rank)
     hosts = [printable(host) for host in run.hosts]
     with_peak, waiting = width >= 60, PHASES.index("waiting")
     most_s, with_gpu = max(rank.own_s for rank in ranks) or 1.0, width >= 80 and any(window.memory["cuda"])
@@ -257,40 +257,40 @@ def _ranks(
         (with_gpu, "GPU (peak)", {}, lambda r: _memory(window, r.rank, "cuda", "cuda_peak")),
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for wanted, head, options, _ in columns:
-        if wanted:
+    for is_shown, head, options, _ in columns:
+        if is_shown:
             table.add_column(head, no_wrap=True, **options)
-    for rank in chosen:
-        cells = [cell(rank) for wanted, _, _, cell in columns if wanted]
+    for rank in visible:
+        cells = [cell(rank) for is_shown, _, _, cell in columns if is_shown]
         table.add_row(*cells, style=_ALARM if rank.rank in late else "")
     lines: list[RenderableType] = [table]
-    if len(chosen) < len(ranks):
-        more = plural(len(ranks) - len(chosen), "rank")
+    if len(visible) < len(ranks):
+        more = plural(len(ranks) - len(visible), "rank")
         lines.append(_line((f"     and {more} more, none of them slower", "dim")))
-    told = [link.text(hosts, step_time(link.excess_s)) for link in slow_links(windows, hosts)]
+    alarms = [link.text(hosts, step_time(link.excess_s)) for link in slow_links(windows, hosts)]
     if slow:
         also = f" (and {plural(len(slow) - 1, 'rank')} more)" if len(slow) > 1 else ""
         excess = f"{step_time(slow[0].excess_s)} a step, in {slow[0].phase}"
-        told = [f"rank {slow[0].rank} holds the others up{also}: {excess}", *told]
-    return [*lines, *(_line((part, _ALARM)) for text in told for part in textwrap.wrap(text, max(width, 20)))]
+        alarms = [f"rank {slow[0].rank} holds the others up{also}: {excess}", *alarms]
+    return [*lines, *(_line((part, _ALARM)) for text in alarms for part in textwrap.wrap(text, max(width, 20)))]
 
 
 def _memory(window: Window, rank: int, now: str, peak: str = "") -> str:
-    held = window.memory[now][rank]
-    if not held:
+    amount = window.memory[now][rank]
+    if not amount:
         return "?"
-    return size(held) + (f" ({size(window.memory[peak][rank])})" if peak else "")
+    return size(amount) + (f" ({size(window.memory[peak][rank])})" if peak else "")
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
 def _events(run: Run, most: int) -> list[Text]:
-    known = [event for event in run.events if event.kind not in OF_A_ROW]
+    events = [event for event in run.events if event.kind not in OF_A_ROW]
     # Of checkpoints in a row the last one is enough.
-    alone = [a for a, b in itertools.pairwise(known) if {a.kind, b.kind} != {"checkpoint"}]
+    alone = [a for a, b in itertools.pairwise(events) if {a.kind, b.kind} != {"checkpoint"}]
     styles = {"error": "red", "warning": _ALARM}
     return [
         _line((clock_time(e.time_s), "dim"), "  ", (printable(describe_event(e)), styles.get(e.kind, "")))
-        for e in [*alone, *known[-1:]][-most:]
+        for e in [*alone, *events[-1:]][-most:]
     ]
