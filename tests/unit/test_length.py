@@ -102,7 +102,7 @@ def test_stop_ends_a_run_of_steps(world: Any, tmp_path: Path, capsys: pytest.Cap
     ("options", "kind", "words"),
     [
         ({}, TypeError, "epochs=None and steps=None: exactly one of both is needed"),
-        ({"epochs": 3, "steps": 9}, TypeError, "epochs=3 and steps=9 are given"),
+        ({"epochs": 3, "steps": 9}, TypeError, "epochs=3 and steps=9: exactly one"),
         ({"steps": 0}, ValueError, "steps"),
         ({"steps": 1.5}, TypeError, "steps"),
     ],

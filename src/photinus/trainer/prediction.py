@@ -80,7 +80,7 @@ def predict(
         if path is not None and session.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
-                raise IsADirectoryError(f"out={str(path)!r} is a folder, but a file is needed")
+                raise ValueError(f"out={str(path)!r} is a folder, but a file is needed")
     alike: dict[str, Any] = {"batch_size": size, "samples": total}
     alike |= {"on_all_ranks": on_all_ranks, "out": path is not None}
     check_alike(alike, "the ranks were asked for different predictions")

@@ -28,8 +28,8 @@ running each in two processes.
 With --hosts or --hostfile, check several hosts over ssh: versions, clocks, and
 whether every host reaches every other, with latency and bandwidth.
 
-With --model, train a model for some seconds with 1, 2, 4 (and 8) ranks, and show
-whether more devices or hosts pay, what limits the speed, and what would help."""
+With --model, train a model for some seconds with 1, 2, 4 and 8 ranks, and show
+if more devices or hosts pay, what limits the speed, and what would help."""
 _MORE = """\
 examples:
   photinus doctor

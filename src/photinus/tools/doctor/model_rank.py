@@ -166,7 +166,7 @@ def _function(name: str) -> Callable[..., Any]:
             sys.path.insert(0, str(path.parent))  # as `python FILE.py` does
             spec = importlib.util.spec_from_file_location(path.stem, path)
             if spec is None or spec.loader is None or not path.is_file():
-                raise FileNotFoundError(f"--model {name}: there is no file {path}")
+                raise ValueError(f"--model {name}: there is no file {path}")
             sys.modules[path.stem] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[path.stem])
         module = sys.modules[path.stem]
