@@ -111,7 +111,7 @@ def test_torchruns_flags_for_output() -> None:
 )  # fmt: skip
 def test_flags_of_deepspeed_and_of_schedulers(line: str, fields: dict[str, object]) -> None:
     flags = parsed(f"{line} x.py")
-    assert flags == RunFlags(JobSpec(SCRIPT), flags.given, **fields)  # type: ignore[arg-type]
+    assert flags == RunFlags(JobSpec(SCRIPT), flags.spellings, **fields)  # type: ignore[arg-type]
 
 
 KUBEFLOW = {

@@ -22,9 +22,9 @@ _MORE = """\
 def parser() -> Parser:
     """The command line."""
     about = "Print a script that lets the shell complete photinus commands and their flags."
-    made = Parser("completion", "|".join(_SHELLS), about=about, more=_MORE)
-    made.add("shell", f"one of {', '.join(_SHELLS)}", metavar="SHELL", one_of=_SHELLS)
-    return made
+    parser = Parser("completion", "|".join(_SHELLS), about=about, more=_MORE)
+    parser.add("shell", f"one of {', '.join(_SHELLS)}", metavar="SHELL", one_of=_SHELLS)
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from .. import env
 from ..errors import UsageError
 from ..job.spec import HostSpec, JobSpec, LogSpec, Program
 from . import flag_values as read
-from .parser import Given, Parser, contradiction, refuse_exclusive, shown
+from .parser import Parser, Spellings, contradiction, refuse_exclusive, shown
 
 _T = TypeVar("_T")
 
@@ -24,12 +24,12 @@ class RunFlags:
         spec: the job, as far as the command line says it.
         include, exclude: as typed.
         use_env: a script that takes --local_rank is not given it.
-        given: the flags that were typed: by its first spelling, the one that was used and the text behind it.
+        spellings: the flags that were typed: by its first spelling, the one that was used and the text behind it.
         All others: the values of the flags of that name.
     """
 
     spec: JobSpec
-    given: Given
+    spellings: Spellings
     use_env: bool = False
     hostfile: str | None = None
     include: str | None = None
@@ -50,12 +50,12 @@ class RunFlags:
 
     def typed(self, *names: str) -> str:
         """Return these flags with their values, as far as they were given, for messages."""
-        return " ".join(f"{name} {self.given[name][1]}" for name in names if name in self.given)
+        return " ".join(f"{name} {self.spellings[name][1]}" for name in names if name in self.spellings)
 
     def words_on_a_host(self, *more: str, without: Collection[str] = ()) -> list[str]:
         """Return what follows `photinus run` where a host is started: the flags for it, `more`, and the program."""
         words: list[str] = []
-        for name, (_, text) in self.given.items():
+        for name, (_, text) in self.spellings.items():
             if name in _ON_EACH_HOST and name not in without:
                 # A value that looks like a flag is one only in the same word.
                 words += [f"{name}={text}"] if text.startswith("-") else filter(None, (name, text))
@@ -265,14 +265,14 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
     parser = run_parser()
     environ = os.environ if environ is None else environ
     values = parser.parse(arguments, _flags_of_torchrun(parser, environ), _TYPED_INSTEAD)
-    given: Given = values.given
-    typed = {(dest := parser.flags[name].dest): getattr(values, dest) for name in given}
+    spellings: Spellings = values.spellings
+    typed = {(dest := parser.flags[name].dest): getattr(values, dest) for name in spellings}
     try:
         typed.setdefault("ranks_per_gpu", env.RANKS_PER_GPU.get())
     except ValueError as error:
         raise UsageError(str(error)) from None
-    _read_rendezvous(typed, given)
-    _refuse_contradictions(typed, given)
+    _read_rendezvous(typed, spellings)
+    _refuse_contradictions(typed, spellings)
     words = [typed["module"], *values.rest] if "module" in typed else list(values.rest)
     if not words:
         raise UsageError(
@@ -285,7 +285,7 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
     typed["sbatch"] = tuple(typed.get("sbatch", ()))
     typed["program"] = Program(kind, words[0], tuple(words[1:]))
     typed["hosts"], typed["logs"] = _fill(HostSpec, typed), _fill(LogSpec, typed)
-    typed["spec"], typed["given"] = _fill(JobSpec, typed), given
+    typed["spec"], typed["spellings"] = _fill(JobSpec, typed), spellings
     return _fill(RunFlags, typed)
 
 
@@ -311,7 +311,7 @@ _TYPED_INSTEAD = {
 }
 
 
-def _flags_of_torchrun(parser: Parser, environ: Mapping[str, str]) -> Given:
+def _flags_of_torchrun(parser: Parser, environ: Mapping[str, str]) -> Spellings:
     """Read torchrun's variables, PET_ and a flag's name: by them Kubeflow gives each host its place in a job."""
     found = {}
     for variable, text in environ.items():
@@ -323,24 +323,24 @@ def _flags_of_torchrun(parser: Parser, environ: Mapping[str, str]) -> Given:
     return found
 
 
-def _read_rendezvous(typed: dict[str, Any], given: Given) -> None:
+def _read_rendezvous(typed: dict[str, Any], spellings: Spellings) -> None:
     """Put what --rdzv-endpoint and --rdzv-conf say under the names of HostSpec; refuse two different leaders."""
     leader, port = typed.get("rdzv_endpoint", (None, None))
     if leader is not None and typed.setdefault("leader", leader) != leader:
-        raise contradiction(given, "--rdzv-endpoint", "--master-addr")
+        raise contradiction(spellings, "--rdzv-endpoint", "--master-addr")
     if port is not None and typed.setdefault("port", port) != port:
-        raise contradiction(given, "--rdzv-endpoint", "--master-port")
+        raise contradiction(spellings, "--rdzv-endpoint", "--master-port")
     typed.update(typed.get("rdzv_conf", {}))
 
 
-def _refuse_contradictions(typed: Mapping[str, Any], given: Given) -> None:
+def _refuse_contradictions(typed: Mapping[str, Any], spellings: Spellings) -> None:
     """Raise UsageError for flags whose values cannot both be meant."""
-    if "-m" in given and "--no-python" in given:
+    if "-m" in spellings and "--no-python" in spellings:
         raise UsageError("--no-python and -m are mutually exclusive: a module is Python. Remove one of them.")
-    spelling = given.get("--nproc-per-node", ("",))[0]
-    if spelling in ("-n", "-np") and given.keys() & {"--nnodes", "--hostfile", "--slurm"}:
+    spelling = spellings.get("--nproc-per-node", ("",))[0]
+    if spelling in ("-n", "-np") and spellings.keys() & {"--nnodes", "--hostfile", "--slurm"}:
         raise UsageError(
-            f"{shown(given, '--nproc-per-node')}: with several hosts, this is the total in mpirun, and the number "
+            f"{shown(spellings, '--nproc-per-node')}: with several hosts, this is the total in mpirun, and the number "
             f"per host in `photinus run`. Write --nproc-per-node N (or -ppn N) for N workers on each host."
         )
     workers, gpus, (_, most) = typed.get("nproc_per_node"), typed.get("devices", ()), typed.get("nnodes", (1, 1))
@@ -353,23 +353,23 @@ def _refuse_contradictions(typed: Mapping[str, Any], given: Given) -> None:
         exclusive.append(("--standalone", "--nnodes"))
     if typed.get("leader") not in ("localhost", "127.0.0.1", "::1"):  # what torchrun itself makes of --standalone
         exclusive.append(("--standalone", "--rdzv-endpoint", "--master-addr"))
-    refuse_exclusive(given, exclusive)
+    refuse_exclusive(spellings, exclusive)
     if gpus and isinstance(workers, int) and workers != len(gpus) * typed["ranks_per_gpu"]:
         raise UsageError(
-            f"{shown(given, '--device')} names {len(gpus)} GPU{'s' * (len(gpus) > 1)}, but "
-            f"{shown(given, '--nproc-per-node')} asks for {workers} workers, and each needs its own: remove one "
+            f"{shown(spellings, '--device')} names {len(gpus)} GPU{'s' * (len(gpus) > 1)}, but "
+            f"{shown(spellings, '--nproc-per-node')} asks for {workers} workers, and each needs its own: remove one "
             f"of the two."
         )
     for flag, of in {"--hostfile": "the file", "--slurm": "the job"}.items():
-        if flag in given and "leads" in typed:
+        if flag in spellings and "leads" in typed:
             why = f"the first host of {of} leads; is_host has no effect."
-            raise contradiction(given, "--rdzv-conf", flag, why)
-    if "--hostfile" in given and "--local-addr" in given:
+            raise contradiction(spellings, "--rdzv-conf", flag, why)
+    if "--hostfile" in spellings and "--local-addr" in spellings:
         why = "each host has its own address. Write it into the file, or give that of the first host with"
-        raise contradiction(given, "--local-addr", "--hostfile", f"{why} --master-addr.")
+        raise contradiction(spellings, "--local-addr", "--hostfile", f"{why} --master-addr.")
     number = typed.get("node_rank", 0)
     if "nnodes" not in typed and number > 0:
-        raise UsageError(f"{shown(given, '--node-rank')} needs --nnodes N: how many hosts are there?")
+        raise UsageError(f"{shown(spellings, '--node-rank')} needs --nnodes N: how many hosts are there?")
     if number >= most:
         why = f"{most} host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}."
-        raise contradiction(given, "--node-rank", "--nnodes", why)
+        raise contradiction(spellings, "--node-rank", "--nnodes", why)

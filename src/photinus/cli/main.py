@@ -102,8 +102,8 @@ def _run(words: list[str]) -> int:
         code = _dispatch(words)
         sys.stdout.flush()  # a full disk is told, not left to whoever uses half of the output
         return code
-    except SystemExit as shown:  # --help
-        return int(shown.code or 0)
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
     except UsageError as error:
         return _tell(f"{_host()}{error}", _WRONG_USE)
     except LaunchError as error:

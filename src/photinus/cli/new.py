@@ -34,15 +34,15 @@ _MEANINGS = {  # in the order in which one reads them
 
 def parser() -> Parser:
     """The command line."""
-    made = Parser(
+    parser = Parser(
         "new",
         "DIR",
         about="Create a project in the folder DIR: a script, its options, a config file, a test\n"
         "and a README. It trains without changes, on one process or many.",
         more="example:\n  photinus new digits",
     )
-    made.add("folders", "a new or empty folder", metavar="DIR", nargs="*")
-    return made
+    parser.add("folders", "a new or empty folder", metavar="DIR", nargs="*")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,9 +65,9 @@ def _check_empty(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; give a folder that is new or empty.")
     if there := sorted(set(os.listdir(folder)) - {".git"}):
-        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        names = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
         raise UsageError(
-            f"{folder} is not empty: {shown} {'is' if len(there) == 1 else 'are'} in it. Give a new folder."
+            f"{folder} is not empty: {names} {'is' if len(there) == 1 else 'are'} in it. Give a new folder."
         )
 
 

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..words import closest, hint
 
 # Flags that were typed: the first spelling -> the one that was used, and the text behind it.
-Given: TypeAlias = Mapping[str, tuple[str, str]]
+Spellings: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,10 +109,10 @@ class Parser(argparse.ArgumentParser):
     def parse(
         self,
         typed: Sequence[str],
-        otherwise: Given | None = None,
+        otherwise: Spellings | None = None,
         unless: Mapping[str, Collection[str]] | None = None,
     ) -> argparse.Namespace:
-        """Return the values by their names, and with them `given` (of type Given) and `rest`: what was not looked at.
+        """Return the values by their names, and with them `spellings` and `rest`, what was not looked at.
 
         `--help` prints the help and raises SystemExit.
 
@@ -125,32 +125,32 @@ class Parser(argparse.ArgumentParser):
             UsageError: the words cannot be carried out; says why and what to type instead.
         """
         rest, words = list(typed), list[str]()
-        given: dict[str, tuple[str, str]] = {}
+        spellings: dict[str, tuple[str, str]] = {}
         try:
-            flags = list(self._split(rest, given, words))
-            replaced = {name for name in otherwise or {} if given.keys() & {name, *(unless or {}).get(name, ())}}
+            flags = list(self._split(rest, spellings, words))
+            replaced = {name for name in otherwise or {} if spellings.keys() & {name, *(unless or {}).get(name, ())}}
             for name, (source, text) in (otherwise or {}).items():
                 if name not in replaced:
-                    given[name] = (source, text)
+                    spellings[name] = (source, text)
                     flags.append(name if self.flags[name].nargs == 0 else f"{name}={text}")
             values = super().parse_args([*flags, *words])
         except argparse.ArgumentError as error:
             action = self.flags.get(error.argument_name or "")
-            what = shown(given, action.option_strings[0]) if action is not None else self.prog
+            what = shown(spellings, action.option_strings[0]) if action is not None else self.prog
             raise UsageError(f"{what}: {error.message}") from None
-        refuse_exclusive(given, self._exclusive)
-        for name in given:
+        refuse_exclusive(spellings, self._exclusive)
+        for name in spellings:
             needed = self._only_with[name]
-            if needed and not any(flag in given for flag in needed):
-                raise UsageError(f"{shown(given, name)} has an effect only with {' or '.join(needed)}.")
-        values.given, values.rest = given, tuple(rest)
+            if needed and not any(flag in spellings for flag in needed):
+                raise UsageError(f"{shown(spellings, name)} has an effect only with {' or '.join(needed)}.")
+        values.spellings, values.rest = spellings, tuple(rest)
         return values
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse finds beside wrong values: too few arguments, or too many."""
         raise UsageError(f"{self.prog}: {message}. See `{self.prog} --help`.")
 
-    def _split(self, rest: list[str], given: dict[str, tuple[str, str]], words: list[str]) -> Iterator[str]:
+    def _split(self, rest: list[str], spellings: dict[str, tuple[str, str]], words: list[str]) -> Iterator[str]:
         """Takes flags out of `rest` as --name=value, which argparse never doubts, and words that do not end them."""
         while rest:
             if not rest[0].startswith("-") or rest[0] == "-":
@@ -172,9 +172,9 @@ class Parser(argparse.ArgumentParser):
                 if not rest or (is_flag and name not in self._repeated):
                     raise UsageError(f"{spelling} needs a value: {action.metavar}.")
                 equals, text = "=", rest.pop(0)
-            if name in given and given[name][1] != text and name not in self._repeated:
-                raise UsageError(f"{name} is given twice: {given[name][1]} and {text}.")
-            given[name] = (spelling, text)
+            if name in spellings and spellings[name][1] != text and name not in self._repeated:
+                raise UsageError(f"{name} is given twice: {spellings[name][1]} and {text}.")
+            spellings[name] = (spelling, text)
             yield f"{name}={text}" if name.startswith("--") and equals else name
             if not name.startswith("--") and equals:
                 yield text
@@ -197,42 +197,42 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"unknown flag {spelling}. `{self.prog} --help` lists the flags{own}.")
 
 
-def shown(given: Given, flag: str) -> str:
+def shown(spellings: Spellings, flag: str) -> str:
     """Return a flag as it was typed."""
-    return " ".join(filter(None, given[flag]))
+    return " ".join(filter(None, spellings[flag]))
 
 
-def contradiction(given: Given, first: str, second: str, why: str = "remove one of them.") -> UsageError:
+def contradiction(spellings: Spellings, first: str, second: str, why: str = "remove one of them.") -> UsageError:
     """Return the error for two flags that cannot both be meant."""
-    return UsageError(f"{shown(given, first)} and {shown(given, second)} are mutually exclusive: {why}")
+    return UsageError(f"{shown(spellings, first)} and {shown(spellings, second)} are mutually exclusive: {why}")
 
 
-def refuse_exclusive(given: Given, exclusive: Iterable[Sequence[str]]) -> None:
+def refuse_exclusive(spellings: Spellings, exclusive: Iterable[Sequence[str]]) -> None:
     """Raise UsageError if the first flag of a row is given, and one of the others too."""
     for first, *others in exclusive:
         for other in others:
-            if first in given and other in given:
-                raise contradiction(given, first, other)
+            if first in spellings and other in spellings:
+                raise contradiction(spellings, first, other)
 
 
-def _choice(known: Sequence[str]) -> Callable[[str], str]:
+def _choice(names: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
-        if text not in known:
-            needed = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
-            raise argparse.ArgumentTypeError(f"needs {needed}.{hint(text, known)}")
+        if text not in names:
+            needed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+            raise argparse.ArgumentTypeError(f"needs {needed}.{hint(text, names)}")
         return text
 
     return read
 
 
-def _choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def _choices(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(text.replace(",", " ").split()))
         for word in words:
-            if word not in known:
-                raise argparse.ArgumentTypeError(f"{word} is not one of {', '.join(known)}.{hint(word, known)}")
+            if word not in names:
+                raise argparse.ArgumentTypeError(f"{word} is not one of {', '.join(names)}.{hint(word, names)}")
         if not words:
-            raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(known)}.")
+            raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(names)}.")
         return words
 
     return read

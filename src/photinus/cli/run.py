@@ -47,8 +47,8 @@ def _check_environment() -> None:
             variable.get()
         except ValueError as error:
             raise UsageError(str(error)) from None
-    for name, meant in env.misspelt(os.environ).items() if env.STARTED_AS.get() is None else ():
-        print(f"photinus: environment variable {name} is unknown. Did you mean {meant}?", file=sys.stderr)
+    for name, suggestion in env.misspelt(os.environ).items() if env.STARTED_AS.get() is None else ():
+        print(f"photinus: environment variable {name} is unknown. Did you mean {suggestion}?", file=sys.stderr)
 
 
 def _record(arguments: Sequence[str], program: Program) -> None:
@@ -88,14 +88,14 @@ def _start_here(flags: RunFlags) -> int:
 
         return supervise(spec)
     except DeviceError as error:
-        chosen = flags.typed(*_CHOOSES_DEVICES)
-        raise DeviceError(f"{chosen} asks for GPUs: {error}" if chosen else str(error)) from None
+        choice = flags.typed(*_CHOOSES_DEVICES)
+        raise DeviceError(f"{choice} asks for GPUs: {error}" if choice else str(error)) from None
 
 
 def _resolve(flags: RunFlags) -> JobSpec:
     """Return what to start here, with what the flags choose of this host, and what a scheduler says of the others."""
     spec, started_as = flags.spec, env.STARTED_AS.get()
-    if flags.given.keys() & {*_CHOOSES_DEVICES}:
+    if flags.spellings.keys() & {*_CHOOSES_DEVICES}:
         from .selection import for_this_host
 
         spec = for_this_host(flags, count_gpus)

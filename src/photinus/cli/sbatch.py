@@ -57,7 +57,7 @@ def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
         UsageError: the flags choose what the scheduler does, or contradict each other.
     """
     for flag in ("--include", "--exclude"):
-        if flag in flags.given:
+        if flag in flags.spellings:
             raise UsageError(f"{flags.typed(flag)}: the scheduler chooses hosts and devices. Remove the flag.")
     per_gpu = flags.spec.ranks_per_gpu
     # It may come from the environment here, by which the script's options are made.
@@ -109,8 +109,8 @@ def _options(flags: RunFlags) -> list[str]:
         "--signal": f"B:USR1@{_LEAVE_S}",
     }
     ours = {name: value for name, value in options.items() if not own & {name, *_INSTEAD.get(name, ())}}
-    shown = [f"{name}={_quote(value)}" if value else name for name, value in ours.items() if value is not None]
-    return [*shown, *flags.sbatch]
+    words = [f"{name}={_quote(value)}" if value else name for name, value in ours.items() if value is not None]
+    return [*words, *flags.sbatch]
 
 
 def _quote(value: str) -> str:

@@ -42,22 +42,22 @@ def select(hosts: Sequence[Host], flags: RunFlags) -> tuple[Share, ...]:
         UsageError: a host or slot that is not in the file, more hosts or devices than there are, or nothing left.
     """
     if flags.include is not None:
-        named = _parse_names("--include", flags.include, hosts)
-        chosen = [(host, named[host.name]) for host in hosts if host.name in named]
+        selection = _parse_names("--include", flags.include, hosts)
+        choice = [(host, selection[host.name]) for host in hosts if host.name in selection]
         return tuple(
-            Share(h, slots, len(slots), gpus=True) if slots else Share(h, count=h.slots) for h, slots in chosen
+            Share(h, slots, len(slots), gpus=True) if slots else Share(h, count=h.slots) for h, slots in choice
         )
     if flags.exclude is not None:
-        named = _parse_names("--exclude", flags.exclude, hosts)
-        shares = [_exclude(host, named.get(host.name)) for host in hosts]
-        kept = tuple(share for share in shares if share is not None)
-        if not kept:
+        selection = _parse_names("--exclude", flags.exclude, hosts)
+        shares = [_exclude(host, selection.get(host.name)) for host in hosts]
+        rest = tuple(share for share in shares if share is not None)
+        if not rest:
             raise UsageError(f"--exclude {flags.exclude} leaves no devices.")
-        return kept
-    wanted, gpus = flags.num_nodes, flags.num_gpus
-    if wanted is not None and wanted > len(hosts):
-        raise UsageError(f"--num-nodes {wanted} needs {wanted} hosts, but {flags.hostfile} lists {len(hosts)}.")
-    hosts = hosts[:wanted]
+        return rest
+    count, gpus = flags.num_nodes, flags.num_gpus
+    if count is not None and count > len(hosts):
+        raise UsageError(f"--num-nodes {count} needs {count} hosts, but {flags.hostfile} lists {len(hosts)}.")
+    hosts = hosts[:count]
     for host in hosts:
         if gpus is not None and host.slots is not None and host.slots < gpus:
             raise UsageError(
@@ -110,43 +110,43 @@ def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
             f"--exclude names devices of {host.name}, but {host.where} does not list its number of slots: write "
             f"`{host.destination} slots=N` there."
         )
-    kept = tuple(slot for slot in range(host.slots) if slot not in slots)
-    return Share(host, devices=kept, count=len(kept), gpus=True) if kept else None
+    rest = tuple(slot for slot in range(host.slots) if slot not in slots)
+    return Share(host, devices=rest, count=len(rest), gpus=True) if rest else None
 
 
 def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
     """Return what `_items` reads; refuse hosts and slots that are not in the file."""
-    known = {host.name: host for host in hosts}
-    named = _items(flag, text)
-    for name, slots in named.items():
-        if name not in known:
-            near = hint(name, known, f" It names {', '.join(known)}.")
+    by_name = {host.name: host for host in hosts}
+    selection = _items(flag, text)
+    for name, slots in selection.items():
+        if name not in by_name:
+            near = hint(name, by_name, f" It names {', '.join(by_name)}.")
             raise UsageError(f"{flag} {text}: host {name} is not in the host file.{near}")
-        present = known[name].slots
+        present = by_name[name].slots
         beyond = [slot for slot in slots if present is not None and slot >= present]
         if beyond:
             raise UsageError(
-                f"{flag} {text}: {name} has no slot {beyond[0]}; {known[name].where} has slots={present}, which are "
+                f"{flag} {text}: {name} has no slot {beyond[0]}; {by_name[name].where} has slots={present}, which are "
                 f"numbered 0 to {present - 1 if present else 0}."
             )
-    return named
+    return selection
 
 
 def _local_slots(flag: str, text: str) -> tuple[int, ...]:
     """Return the devices that are named of this host; () for all."""
-    named = _items(flag, text)
-    for name in named:
+    selection = _items(flag, text)
+    for name in selection:
         if name not in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
             raise UsageError(
                 f"{flag} {text}: without --hostfile there is only localhost. List {name} in a file and give it "
                 f"with --hostfile."
             )
-    return tuple(dict.fromkeys(itertools.chain(*named.values()))) if all(named.values()) else ()
+    return tuple(dict.fromkeys(itertools.chain(*selection.values()))) if all(selection.values()) else ()
 
 
 def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
     """Return the hosts with the slots that are named of each, once, in the order typed; () for the whole host."""
-    named: dict[str, tuple[int, ...]] = {}
+    selection: dict[str, tuple[int, ...]] = {}
     for item in text.split("@"):
         matched = _ITEM.fullmatch(item.strip())
         if matched is None:
@@ -160,9 +160,9 @@ def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
                     f"{flag} {text}: {word!r} is not a device. Devices are numbers from 0, like 0,2 or 0-3."
                 )
             slots += range(first, last + 1)
-        is_whole = not slots or named.get(name) == ()
-        named[name] = () if is_whole else tuple(dict.fromkeys([*named.get(name, ()), *slots]))
-    return named
+        is_whole = not slots or selection.get(name) == ()
+        selection[name] = () if is_whole else tuple(dict.fromkeys([*selection.get(name, ()), *slots]))
+    return selection
 
 
 def host_words(
@@ -182,17 +182,17 @@ def host_words(
 
 
 def _workers(spec: JobSpec, share: Share) -> list[str]:
-    wanted, devices, count = spec.nproc_per_node, share.devices, share.count
-    if isinstance(wanted, int):
-        if count is not None and wanted > count:
+    request, devices, count = spec.nproc_per_node, share.devices, share.count
+    if isinstance(request, int):
+        if count is not None and request > count:
             raise UsageError(
-                f"--nproc-per-node {wanted} asks for {wanted} workers on each host, but {share.host.name} has "
+                f"--nproc-per-node {request} asks for {request} workers on each host, but {share.host.name} has "
                 f"{count} slot{'s' * (count != 1)} for this job"
                 + (f" ({share.host.where})." if share.host.where else ".")
             )
-        devices, count = devices and devices[:wanted], wanted
-    elif wanted != "auto":
-        return ["--nproc-per-node", wanted]
+        devices, count = devices and devices[:request], request
+    elif request != "auto":
+        return ["--nproc-per-node", request]
     if devices is not None and not spec.cpu:
         return ["--device", ",".join(map(str, devices))]
     if count is None:
