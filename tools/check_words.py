@@ -30,7 +30,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "job": (0, 0, 0),
     "parallel": (0, 0, 0),
     "run": (0, 0, 0),
-    "runlog": (0, 0, 13),
+    "runlog": (0, 0, 0),
     "templates": (0, 0, 2),
     "tools": (0, 0, 0),
     "top": (0, 0, 18),

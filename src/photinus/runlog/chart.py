@@ -132,16 +132,16 @@ class Chart:
     @property
     def summary(self) -> str:
         """Describe the chart in text, for users who do not see it."""
-        told = []
+        sentences = []
         for each in self.series:
-            seen = [y for _, y in each.points] + [y for _, low, high in each.band for y in (low, high)]
-            finite = [y for y in seen if math.isfinite(y)]
+            values = [y for _, y in each.points] + [y for _, low, high in each.band for y in (low, high)]
+            finite = [y for y in values if math.isfinite(y)]
             if finite:
                 ends = (each.points[0][1], each.points[-1][1], min(finite), max(finite))
                 first, last, low, high = map(self._words, ends)
-                told.append(f"{each.label}: {first} at first, {last} at last, between {low} and {high}.")
+                sentences.append(f"{each.label}: {first} at first, {last} at last, between {low} and {high}.")
         means = [f"{layer.label} {self._words(sum(layer.heights) / len(layer.heights))}" for layer in self.layers]
-        return " ".join([*told, f"In the mean: {', '.join(means)}."] if means else told)
+        return " ".join([*sentences, f"In the mean: {', '.join(means)}."] if means else sentences)
 
     def _words(self, value: float) -> str:
         return self.show(float(f"{value:.3g}"))
@@ -242,8 +242,8 @@ def _draw(axes: Axes, series: Series, colours: Mapping[str, str]) -> None:
         xs, lows, highs = zip(*series.band, strict=True)
         axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
     points = [(x, y if math.isfinite(y) else math.nan) for x, y in series.points]
-    known = [False, *(math.isfinite(y) for _, y in points), False]
-    dots = [i for i in range(len(points)) if known[i + 1] and (series.dots or not (known[i] or known[i + 2]))]
+    finite = [False, *(math.isfinite(y) for _, y in points), False]
+    dots = [i for i in range(len(points)) if finite[i + 1] and (series.dots or not (finite[i] or finite[i + 2]))]
     xs, ys = zip(*points, strict=True) if points else ((), ())
     axes.plot(
         xs, ys, color=colour, marker="o" if dots else "", markevery=dots, label=series.label, gid="line", clip_on=False

@@ -113,7 +113,7 @@ class Curve:
         bounds = [len(self.buckets) * i // groups for i in range(groups + 1)] if groups else []
         means = []
         for begin, end in itertools.pairwise(bounds):
-            chosen = self.buckets[begin:end]
-            finite = sum(bucket.count - bucket.missing for bucket in chosen)
-            means.append(sum(bucket.total for bucket in chosen) / finite if finite else math.nan)
+            buckets = self.buckets[begin:end]
+            finite = sum(bucket.count - bucket.missing for bucket in buckets)
+            means.append(sum(bucket.total for bucket in buckets) / finite if finite else math.nan)
         return means

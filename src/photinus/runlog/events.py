@@ -57,8 +57,8 @@ def cause_of(error: Event) -> str:
     text = str(error.facts.get("text", ""))
     if not error.facts.get("consequence"):
         return f"rank {error.facts.get('rank', '?')}: {text}"
-    _, colon, said = text.partition(": ")
-    return said.partition(". ")[0] if colon else text
+    _, colon, cause = text.partition(": ")
+    return cause.partition(". ")[0] if colon else text
 
 
 def append_event(folder: Path, kind: str, step: int, **facts: Any) -> None:

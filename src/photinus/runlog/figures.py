@@ -168,14 +168,14 @@ def _waiting(run: Run) -> Chart | None:
         return None
     ranks = max(window.world_size for window in windows)
     own = {r: statistics.fmean([w.own_s(r) for w in windows if r < w.world_size]) for r in range(ranks)}
-    chosen = sorted(sorted(own, key=lambda rank: -own[rank])[:_RANK_LINES])
+    slowest = sorted(sorted(own, key=lambda rank: -own[rank])[:_RANK_LINES])
     series = []
-    for index, rank in enumerate(chosen):
+    for index, rank in enumerate(slowest):
         points = [(_middle(w), w.own_s(rank) * 1e3 if rank < w.world_size else math.nan) for w in windows]
         series.append(Series(f"rank {rank}", points, run_colour(index), dots=len(points) <= 3))
     title = "each rank's own time (a step without waiting)"
-    if ranks > len(chosen):
-        title = f"own time of the {len(chosen)} slowest of {ranks} ranks (a step without waiting)"
+    if ranks > len(slowest):
+        title = f"own time of the {len(slowest)} slowest of {ranks} ranks (a step without waiting)"
     return _lines(title, [run], series, from_zero=True, show=_milliseconds)
 
 

@@ -71,7 +71,7 @@ class Run:
         self._points = points
         self._batches = 1  # of a step, where the files count batches
         self._tails = {name: Tail(folder / name) for name in (LOSSES, RANKS, EVENTS)}
-        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._stamps: dict[str, tuple[int, int, int]] = {}
         self._columns: list[str] = []
         self._forget_losses()
 
@@ -103,14 +103,14 @@ class Run:
         lengths = {n: steps_of(_whole(event.facts.get(n)), self._batches) for n in ("steps", "steps_per_epoch")}
         return replace(event, step=steps_of(event.step, self._batches), facts={**event.facts, **lengths})
 
-    def _extend(self, known: list[Any], name: str, read: Callable[[str], Any]) -> None:
+    def _extend(self, items: list[Any], name: str, read: Callable[[str], Any]) -> None:
         anew, lines = self._tails[name].read()
         if anew:
-            known.clear()
+            items.clear()
         found = [read(line) for line in lines]
         good = [each for each in found if each is not None]
         self.damaged += len(found) - len(good)
-        known.extend(good)
+        items.extend(good)
 
     def _read_losses(self) -> None:
         anew, lines = self._tails[LOSSES].read()
@@ -142,7 +142,7 @@ class Run:
         with contextlib.suppress(OSError):
             status = os.stat(self.folder / name)
             now = (status.st_ino, status.st_size, status.st_mtime_ns)
-        before, self._seen[name] = self._seen.get(name, (0, 0, 0)), now
+        before, self._stamps[name] = self._stamps.get(name, (0, 0, 0)), now
         return now != before
 
     def _read_epochs(self) -> list[Row]:
@@ -214,9 +214,9 @@ class Run:
     @property
     def steps_per_epoch(self) -> int:
         """Return the number of steps per epoch; 0 if it is not known."""
-        known = _whole(self._of_start("steps_per_epoch"))
-        if known or not self.epochs:
-            return known
+        count = _whole(self._of_start("steps_per_epoch"))
+        if count or not self.epochs:
+            return count
         return round(self.epochs[0]["step"] / max(1.0, self.epochs[0]["epoch"]))
 
     @property

@@ -90,7 +90,7 @@ def stragglers(windows: Sequence[Window]) -> list[Straggler]:
     ranks = shares(windows)
     if len(ranks) < 2:
         return []
-    chosen = [window for window in windows if window.world_size == len(ranks)]
+    sample = [window for window in windows if window.world_size == len(ranks)]
     typical_s = _typical([rank.own_s for rank in ranks])
     usual = [_typical([rank.phases[i] for rank in ranks]) for i in range(len(PHASES))]
     found = []
@@ -98,7 +98,7 @@ def stragglers(windows: Sequence[Window]) -> list[Straggler]:
         excess_s = rank.own_s - typical_s
         if rank.ratio < _RATIO or excess_s < _EXCESS_S:
             continue
-        times = [(w.own_s(rank.rank), _typical([w.own_s(r) for r in range(len(ranks))]), w.steps) for w in chosen]
+        times = [(w.own_s(rank.rank), _typical([w.own_s(r) for r in range(len(ranks))]), w.steps) for w in sample]
         if _is_lasting(times) and _is_beyond_noise(times, rank.ratio):
             above = {p: rank.phases[i] - usual[i] for i, p in enumerate(PHASES) if p != "waiting"}
             found.append(Straggler(rank.rank, rank.ratio, excess_s, max(above, key=lambda phase: above[phase])))
@@ -191,8 +191,8 @@ def slow_links(windows: Sequence[Window], hosts: Sequence[str] = ()) -> list[Slo
         ends = counts.most_common(1)[0][0]
     else:
         return []
-    named = [each for each in found if each and each[0] == ends]
-    return [SlowLink(named[-1][1], statistics.median(each[2] for each in named))]
+    cases = [each for each in found if each and each[0] == ends]
+    return [SlowLink(cases[-1][1], statistics.median(each[2] for each in cases))]
 
 
 _Slow = tuple[frozenset[object], tuple[int, int], float]
@@ -200,11 +200,11 @@ _Slow = tuple[frozenset[object], tuple[int, int], float]
 
 def _slowest(window: Window, hosts: Sequence[str]) -> _Slow | None:
     """The ends of the slowest link, if it is slow, the ranks there, and its excess."""
-    known = [(rank, *link) for rank, link in enumerate(window.links) if link[0] >= 0]
-    if not known:
+    links = [(rank, *link) for rank, link in enumerate(window.links) if link[0] >= 0]
+    if not links:
         return None
-    typical_s = statistics.median_low(usual_s for _, _, _, usual_s in known)
-    rank, peer, seconds, _ = max(known, key=lambda each: each[2])
+    typical_s = statistics.median_low(usual_s for _, _, _, usual_s in links)
+    rank, peer, seconds, _ = max(links, key=lambda each: each[2])
     excess_s = seconds - typical_s
     waiting_s = statistics.median(window.phases["waiting"])
     if seconds < _LINK_RATIO * typical_s or excess_s < _LINK_EXCESS_S or waiting_s < _WAITED * excess_s:

@@ -89,8 +89,8 @@ class RunFiles:
                 lines = self.losses.with_name(RANKS).read_text(encoding="utf-8", errors="replace").splitlines()
                 windows = [window.in_steps_of(batches).to_line() for window in map(read_window, lines) if window]
                 write_atomically(self.losses.with_name(RANKS), "".join(windows))
-        kept = [row for row in rows if row["step"] <= step]
-        write_atomically(self.losses, _table(self.LOSS_COLUMNS, kept))
+        remaining = [row for row in rows if row["step"] <= step]
+        write_atomically(self.losses, _table(self.LOSS_COLUMNS, remaining))
         self.add_row(history)
 
     def add_losses(self, losses: Iterable[StepLoss], start: int) -> None:
@@ -267,6 +267,6 @@ def drop_windows_after(folder: Path, step: int) -> None:
         return
     with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
         lines = file.read().splitlines()
-    kept = [line for line in lines if (window := read_window(line)) is not None and window.step <= step]
-    if kept != lines:
-        write_atomically(path, "".join(line + "\n" for line in kept))
+    remaining = [line for line in lines if (window := read_window(line)) is not None and window.step <= step]
+    if remaining != lines:
+        write_atomically(path, "".join(line + "\n" for line in remaining))
