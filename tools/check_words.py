@@ -33,7 +33,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "runlog": (0, 0, 0),
     "templates": (0, 0, 2),
     "tools": (0, 0, 0),
-    "top": (0, 0, 18),
+    "top": (0, 0, 0),
     "trainer": (0, 0, 78),
 }
 OPENING = re.compile(r"(Whether|What|Who|Whose|How|Where|Which)\b")

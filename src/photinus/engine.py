@@ -92,8 +92,8 @@ def network_id() -> str:
         with open(_BOOT_ID) as file:
             boot = file.read().strip()
     except OSError as error:
-        if given := env.HOST_ID.get():
-            return given
+        if text := env.HOST_ID.get():
+            return text
         raise HostError(
             f"{_BOOT_ID}, which identifies the host, cannot be read ({error.strerror}). Set {env.HOST_ID.name} to "
             f"a text that is equal on all ranks of a host, and different on each host."
@@ -227,8 +227,8 @@ class Communicator(Group):
                 float32: half the bytes, and still the same bits on all ranks. "float32" for these two: the bits of one
                 host, 1.5 times the bytes. Equal on all ranks; no effect on one host.
         """
-        given = facts(array, writable=True)
-        return self._call("all_reduce", given, given[0], reduction, 0, asynchronous, array, factor, label, wire_dtype)
+        block = facts(array, writable=True)
+        return self._call("all_reduce", block, block[0], reduction, 0, asynchronous, array, factor, label, wire_dtype)
 
     def reduce(
         self,
@@ -241,9 +241,9 @@ class Communicator(Group):
         asynchronous: bool = False,
     ) -> Work:
         """Reduce the arrays of all ranks into rank `root`'s, as all_reduce does. The other arrays stay as they are."""
-        given = facts(array, writable=self.rank == root)
+        block = facts(array, writable=self.rank == root)
         root = self._root(root)
-        return self._call("reduce", given, given[0], reduction, root, asynchronous, array, factor, "", wire_dtype)
+        return self._call("reduce", block, block[0], reduction, root, asynchronous, array, factor, "", wire_dtype)
 
     def all_to_all(self, outs: Sequence[Any], arrays: Sequence[Any], *, asynchronous: bool = False) -> Work:
         """Send arrays[r] to rank r and receive outs[r] from it. Sizes may differ from pair to pair."""
@@ -281,15 +281,15 @@ class Communicator(Group):
 
     def broadcast(self, array: Any, root: int = 0, *, asynchronous: bool = False) -> Work:
         """Copy rank `root`'s array into every rank's array."""
-        given = facts(array, writable=self.rank != root)
-        return self._call("broadcast", given, given[0], "sum", self._root(root), asynchronous, array)
+        block = facts(array, writable=self.rank != root)
+        return self._call("broadcast", block, block[0], "sum", self._root(root), asynchronous, array)
 
     def all_gather(self, out: Any, array: Any, *, asynchronous: bool = False) -> Work:
         """Copy all ranks' arrays, in rank order, into `out` (world_size times as long)."""
-        _, elems, dtype, _ = given = facts(array, writable=False)
+        _, elems, dtype, _ = block = facts(array, writable=False)
         recv, room, out_dtype, _ = facts(out, writable=True)
         self._fits("all_gather", "out", room, out_dtype, elems * self.world_size, dtype)
-        return self._call("all_gather", given, recv, "sum", 0, asynchronous, (out, array))
+        return self._call("all_gather", block, recv, "sum", 0, asynchronous, (out, array))
 
     def reduce_scatter(
         self,
@@ -305,8 +305,8 @@ class Communicator(Group):
         `wire_dtype` is as in all_reduce, and nothing is rounded after the last addition.
         """
         recv, elems, dtype, _ = facts(out, writable=True)
-        send, given, in_dtype, shape = facts(array, writable=False)
-        self._fits("reduce_scatter", "array", given, in_dtype, elems * self.world_size, dtype)
+        send, count, in_dtype, shape = facts(array, writable=False)
+        self._fits("reduce_scatter", "array", count, in_dtype, elems * self.world_size, dtype)
         keep = (out, array)
         return self._call(
             "reduce_scatter", (send, elems, dtype, shape), recv, reduction, 0, asynchronous, keep, wire_dtype=wire_dtype
@@ -319,7 +319,7 @@ class Communicator(Group):
     def _call(
         self,
         operation: str,
-        given: tuple[int, int, int, tuple[int, ...]],
+        block: tuple[int, int, int, tuple[int, ...]],
         recv: int,
         reduction: str,
         root: int,
@@ -334,7 +334,7 @@ class Communicator(Group):
         if wire_dtype is not None and wire_dtype not in DTYPES:
             raise ValueError(f"{operation}: wire_dtype {wire_dtype!r} is unknown; known are {', '.join(DTYPES)}")
         code, wire = REDUCTIONS[reduction], None if wire_dtype is None else DTYPES[wire_dtype]
-        operation_code, (send, elems, dtype, shape) = OPERATIONS[operation], given
+        operation_code, (send, elems, dtype, shape) = OPERATIONS[operation], block
         call = Call(
             operation_code, send, recv, elems, dtype, code, root, 0.0, asynchronous, factor, label, 0, wire, shape
         )
@@ -346,15 +346,15 @@ class Communicator(Group):
         dtypes: set[int] = set()
         shapes: set[tuple[int, ...]] = set()
 
-        def parts(given: Sequence[Any] | None, what: str, *, writable: bool) -> list[Part]:
-            if given is None:
-                given = [None] * self.world_size
-            if len(given) != self.world_size:
+        def parts(buffers: Sequence[Any] | None, what: str, *, writable: bool) -> list[Part]:
+            if buffers is None:
+                buffers = [None] * self.world_size
+            if len(buffers) != self.world_size:
                 raise ValueError(
-                    f"{operation}: {what} has {len(given)} arrays, needs one for each of {self.world_size} ranks"
+                    f"{operation}: {what} has {len(buffers)} arrays, needs one for each of {self.world_size} ranks"
                 )
             found: list[Part] = []
-            for array in given:
+            for array in buffers:
                 if array is None:
                     found.append((0, 0))
                     continue
@@ -380,11 +380,11 @@ class Communicator(Group):
             raise ValueError(f"root {root} is not a rank of this group of {self.world_size}")
         return root
 
-    def _fits(self, operation: str, what: str, given: int, given_dtype: int, needed: int, dtype: int) -> None:
-        if given != needed or given_dtype != dtype:
+    def _fits(self, operation: str, what: str, elems: int, given_dtype: int, needed: int, dtype: int) -> None:
+        if elems != needed or given_dtype != dtype:
             names = {code: name for name, code in DTYPES.items()}
             raise ValueError(
-                f"{operation}: {what} has {given} elements of {names[given_dtype]}, needs {needed} of {names[dtype]} "
+                f"{operation}: {what} has {elems} elements of {names[given_dtype]}, needs {needed} of {names[dtype]} "
                 f"in a group of {self.world_size}"
             )
 
@@ -398,7 +398,7 @@ def _meet(rank: int, world_size: int, address: str, at: Sequence[str], options: 
             raise
         links = listen([reaches_from(at[0].rpartition(":")[0].strip("[]"))])
     timeout_s = options.get("timeout_s")
-    told = _native.exchange_texts(
+    texts = _native.exchange_texts(
         rank,
         world_size,
         address,
@@ -409,7 +409,7 @@ def _meet(rank: int, world_size: int, address: str, at: Sequence[str], options: 
         env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
         json.dumps((host_id(), socket.gethostname(), os.getpid(), links)),
     )
-    return [Place(*json.loads(each)) for each in told]
+    return [Place(*json.loads(each)) for each in texts]
 
 
 def _about() -> dict[str, Any]:

@@ -208,9 +208,9 @@ ALL: tuple[Variable[object], ...] = tuple(each for each in list(globals().values
 def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
     """Names that begin like ours and are none of them, but come near one: which one was probably meant."""
     ours = {each.name.removeprefix(_OURS): each.name for each in ALL if each.name.startswith(_OURS)}
-    meant = {}
+    suggestions = {}
     for name in environ:
         rest = name.removeprefix(_OURS)
         if rest != name and rest not in ours and (near := closest(rest, ours, cutoff=0.7)):
-            meant[name] = ours[near]
-    return meant
+            suggestions[name] = ours[near]
+    return suggestions

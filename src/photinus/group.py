@@ -42,8 +42,8 @@ def facts(array: Any, *, writable: bool) -> tuple[int, int, int, tuple[int, ...]
     if str(getattr(array, "dtype", "")) == "bfloat16":  # ml_dtypes' arrays call themselves void
         name = "bfloat16"
     if name is None or interface["typestr"][0] == ">":
-        given = getattr(array, "dtype", interface["typestr"])
-        raise TypeError(f"element type {given} is not one of {', '.join(DTYPES)}")
+        dtype = getattr(array, "dtype", interface["typestr"])
+        raise TypeError(f"element type {dtype} is not one of {', '.join(DTYPES)}")
     if interface.get("strides") is not None:
         raise ValueError("needs a C-contiguous array; make one with numpy.ascontiguousarray")
     place = interface.get("data")  # the protocol also has arrays that tell it by a buffer

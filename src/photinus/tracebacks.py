@@ -39,10 +39,10 @@ def install() -> None:
 
 def shorten(error: BaseException) -> None:
     """Drops frames from the error's traceback, and from those of the errors that led to it."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     link: BaseException | None = error
-    while link is not None and id(link) not in seen and not env.FULL_TRACEBACK.get():
-        seen.add(id(link))
+    while link is not None and id(link) not in ids and not env.FULL_TRACEBACK.get():
+        ids.add(id(link))
         link.__traceback__ = _shorten(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
@@ -53,19 +53,19 @@ def _shorten(error: BaseException) -> TracebackType | None:
     while step is not None:
         steps.append(step)
         step = step.tb_next
-    kept: list[TracebackType] = []
+    frames: list[TracebackType] = []
     between: list[TracebackType] = []  # of libraries, since the user's last frame
     for each in steps:
         between.append(each)
         if _is_users(each):
-            kept += between[-1:] if any(_is_own(frame) for frame in between) else between
+            frames += between[-1:] if any(_is_own(frame) for frame in between) else between
             between = []
-    if not kept:
+    if not frames:
         return error.__traceback__
     if not _is_on_purpose(error, steps[-1]):
-        kept += between
+        frames += between
     shortened: TracebackType | None = None
-    for each in reversed(kept):
+    for each in reversed(frames):
         shortened = TracebackType(shortened, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return shortened
 

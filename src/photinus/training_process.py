@@ -145,18 +145,18 @@ def keep_freed_memory(size_bytes: int) -> bool:
     does not go back. (mallopt(3); tensors above 32 MiB are mapped and unmapped one by one whatever the thresholds.)
     """
     global _kept_bytes
-    wanted = min(_LARGEST_INT, size_bytes)
-    if wanted <= _kept_bytes:
+    threshold = min(_LARGEST_INT, size_bytes)
+    if threshold <= _kept_bytes:
         return True
     if any(os.environ.get(name) for name in _USERS_OWN):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
     if mallopt is None:
         return False
-    kept = bool(mallopt(_TRIM_THRESHOLD, wanted)) and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
-    if kept:
-        _kept_bytes = wanted
-    return kept
+    is_set = bool(mallopt(_TRIM_THRESHOLD, threshold)) and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
+    if is_set:
+        _kept_bytes = threshold
+    return is_set
 
 
 def let_gloo_finish(timeout_s: float = 1.0) -> None:

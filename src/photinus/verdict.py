@@ -88,8 +88,8 @@ def look_up_verdict(setting: Setting, environ: Mapping[str, str] | None = None) 
     now = {"driver": setting.driver, "torch": setting.torch, "photinus": setting.photinus}
     changed = [name for name in now if versions[name] != now[name]]
     if changed:
-        told = (f"{name} {versions[name] or 'unknown'}, now {now[name] or 'unknown'}" for name in changed)
-        return Verdict("", f"that of `{COMMAND}` is of {'; '.join(told)}")
+        changes = (f"{name} {versions[name] or 'unknown'}, now {now[name] or 'unknown'}" for name in changed)
+        return Verdict("", f"that of `{COMMAND}` is of {'; '.join(changes)}")
     return found
 
 

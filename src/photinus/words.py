@@ -16,17 +16,17 @@ _SECRET = re.compile(
 )
 
 
-def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most like `word`, or None when none is like it by `cutoff` (difflib's ratio, 0 to 1)."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def hint(
-    word: str, known: Iterable[str], otherwise: str = "", *, show: Callable[[str], str] = str, cutoff: float = 0.6
+    word: str, choices: Iterable[str], otherwise: str = "", *, show: Callable[[str], str] = str, cutoff: float = 0.6
 ) -> str:
     """` Did you mean X?`, or `otherwise` when nothing is near. `show`: repr for names in Python, which have quotes."""
-    near = closest(word, known, cutoff)
+    near = closest(word, choices, cutoff)
     return otherwise if near is None else f" Did you mean {show(near)}?"
 
 
@@ -45,6 +45,6 @@ def mask_words(words: Sequence[str]) -> list[str]:
     for word, before in zip(words, ("", *words), strict=False):
         name, equals, value = word.partition("=")
         is_value = before.startswith("-") and not word.startswith("-")
-        shown = f"{name}{equals}{mask(value, name.lstrip('-+'))}"  # also --env HF_TOKEN=VALUE
-        masked.append(mask(shown, before.lstrip("-")) if is_value else shown)
+        text = f"{name}{equals}{mask(value, name.lstrip('-+'))}"  # also --env HF_TOKEN=VALUE
+        masked.append(mask(text, before.lstrip("-")) if is_value else text)
     return masked
