@@ -179,12 +179,12 @@ def _content(source: Any) -> dict[str, Any]:
 
 
 def _check_auto(auto: dict[str, Any]) -> dict[str, Any]:
-    known = {*ROOT, *ZERO, *ADAM}
-    known = known.union(*map(kinds_of, (*_optimizers().values(), *SCHEDULES.values())))
+    names = {*ROOT, *ZERO, *ADAM}
+    names = names.union(*map(kinds_of, (*_optimizers().values(), *SCHEDULES.values())))
     for name in auto:
-        if name not in known:
-            meant = hint(str(name), known, show=repr)
-            raise ValueError(f"auto={{{name!r}: ...}}: DeepSpeed's configuration has no such key.{meant}")
+        if name not in names:
+            suggestion = hint(str(name), names, show=repr)
+            raise ValueError(f"auto={{{name!r}: ...}}: DeepSpeed's configuration has no such key.{suggestion}")
     top = {"warmup_max_lr": auto["lr"]} if "lr" in auto else {}
     return {"warmup_min_lr": 0.0, **top, **auto}
 
@@ -200,8 +200,8 @@ def _optimizers() -> dict[str, Any]:
 
 def _batch_sizes(keys: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
     """Samples of a step over all ranks, samples of a forward on one, forwards of a step: two make the third."""
-    given = {name: keys[name] for name in BATCHES if name in keys}
-    train, micro, times = (given.get(name) for name in BATCHES)
+    sizes = {name: keys[name] for name in BATCHES if name in keys}
+    train, micro, times = (sizes.get(name) for name in BATCHES)
     if train is None and micro is None:
         raise ValueError(
             'train_batch_size or train_micro_batch_size_per_gpu is needed; if both are "auto", give one in auto={...}'
@@ -212,13 +212,13 @@ def _batch_sizes(keys: Mapping[str, Any], world_size: int) -> tuple[int, int, in
     if times is None:  # as few as the memory of a micro batch allows
         fits = (n for n in range(1, train + 1) if train % n == 0 and train // n <= (micro or train) * world_size)
         times = next(fits, train)
-    if micro is None or len(given) < 3:
+    if micro is None or len(sizes) < 3:
         micro = -(-train // (times * world_size))
-    exact = len(given) < 3 or train == micro * times * world_size
+    exact = len(sizes) < 3 or train == micro * times * world_size
     if train % times or train // times < world_size or not exact:
-        shown = ", ".join(f"{name} {value}" for name, value in given.items())
+        text = ", ".join(f"{name} {value}" for name, value in sizes.items())
         raise ValueError(
-            f"{shown} and {world_size} rank{'s' * (world_size > 1)} do not fit together: "
+            f"{text} and {world_size} rank{'s' * (world_size > 1)} do not fit together: "
             f"train_batch_size {train} must be train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
             f"{times} x {world_size} = {micro * times * world_size}"
         )
@@ -243,8 +243,8 @@ def _precision(keys: Mapping[str, Any], auto: Mapping[str, Any], notes: list[str
             raise ValueError(f'{name} does not say whether it is on: add "enabled": true or false')
         if name == "fp16":
             section = {key: value for key, value in section.items() if key == "enabled"}
-        given = {"enabled": auto.get(name, auto.get("bf16", False) if name == "bfloat16" else False)}
-        if read(section, f"{name}.", BF16, given, notes).get("enabled"):
+        substitutes = {"enabled": auto.get(name, auto.get("bf16", False) if name == "bfloat16" else False)}
+        if read(section, f"{name}.", BF16, substitutes, notes).get("enabled"):
             on.add(name)
     if "fp16" in on:
         raise ValueError(
@@ -265,7 +265,7 @@ def _choice(section: Any, where: str, auto: Mapping[str, Any], notes: list[str])
 def _optimizer(
     section: Any, auto: Mapping[str, Any], notes: list[str]
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    name, given = _choice(section, "optimizer", auto, notes)
+    name, raw_params = _choice(section, "optimizer", auto, notes)
     lower = name.lower()
     if lower in _OWN_OPTIMIZERS:
         raise ValueError(
@@ -277,7 +277,7 @@ def _optimizer(
         near = hint(name, _optimizers(), show=repr)
         raise ValueError(f"optimizer.type {name!r}: torch.optim has no such optimizer.{near}")
     is_adam = lower in ("adam", "adamw")
-    params = read(given, "optimizer.params.", {**kinds_of(kind), **(ADAM if is_adam else {})}, auto, notes)
+    params = read(raw_params, "optimizer.params.", {**kinds_of(kind), **(ADAM if is_adam else {})}, auto, notes)
     if is_adam:
         params.pop("torch_adam", None)
         if not params.pop("bias_correction", True):
@@ -293,12 +293,12 @@ def _optimizer(
 
 
 def _scheduler(section: Any, auto: Mapping[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
-    name, given = _choice(section, "scheduler", auto, notes)
+    name, raw_params = _choice(section, "scheduler", auto, notes)
     if name not in SCHEDULES:
         near = hint(name, SCHEDULES, " Leave it out, and make a torch scheduler in the script.", show=repr)
         raise ValueError(f"scheduler.type {name!r} is not one of {', '.join(SCHEDULES)}.{near}")
     needed = inspect.signature(SCHEDULES[name]).parameters
-    params = read(given, "scheduler.params.", {**kinds_of(SCHEDULES[name], NUMBER), **SCHEDULE}, auto, notes)
+    params = read(raw_params, "scheduler.params.", {**kinds_of(SCHEDULES[name], NUMBER), **SCHEDULE}, auto, notes)
     missing = [key for key, each in needed.items() if each.default is each.empty and key not in params]
     if missing:
         raise ValueError(f"scheduler {name} needs {' and '.join(missing)} in its params")

@@ -186,10 +186,10 @@ def read(
     found = {}
     for name, value in section.items():
         if name not in table:
-            known = sorted(table)
-            those = f" Known here: {', '.join(known)}." * (len(known) < 15)
-            meant = hint(str(name), known, those, show=repr)
-            raise ValueError(f"{where}{name}: DeepSpeed's configuration has no such key.{meant}")
+            keys = sorted(table)
+            those = f" Known here: {', '.join(keys)}." * (len(keys) < 15)
+            suggestion = hint(str(name), keys, those, show=repr)
+            raise ValueError(f"{where}{name}: DeepSpeed's configuration has no such key.{suggestion}")
         entry = table[name]
         if value == "auto":
             if name not in auto and (name in (*BATCHES, "reduce_bucket_size") or isinstance(entry, Noted)):

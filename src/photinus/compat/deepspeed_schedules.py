@@ -69,9 +69,9 @@ class Schedule(LRScheduler):
         self.last_epoch, self._last_lr = state_dict["last_epoch"], state_dict["_last_lr"]
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, name: str, given: Mapping[str, Any]) -> Schedule:
+def make_schedule(optimizer: torch.optim.Optimizer, name: str, parameters: Mapping[str, Any]) -> Schedule:
     """The schedule of this name, for parameters that have been checked: known ones, with the needed ones there."""
-    return Schedule(optimizer, *SCHEDULES[name](**given), parameters=given)
+    return Schedule(optimizer, *SCHEDULES[name](**parameters), parameters=parameters)
 
 
 def _ramp(warmup_num_steps: float, warmup_type: str) -> tuple[int, Callable[[int], float]]:
@@ -127,8 +127,8 @@ def _warmup_cosine(
             return 0.0
         if i < warm:
             return float(own * (warmup_min_ratio + (1 - warmup_min_ratio) * ramp(i)))
-        done = min(1.0, (i - warm + 1) / max(1, total_num_steps - warm))
-        return float(own * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2))
+        progress = min(1.0, (i - warm + 1) / max(1, total_num_steps - warm))
+        return float(own * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2))
 
     return rate, None
 
