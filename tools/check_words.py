@@ -31,7 +31,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "parallel": (0, 0, 0),
     "run": (0, 0, 0),
     "runlog": (0, 0, 0),
-    "templates": (0, 0, 2),
+    "templates": (0, 0, 0),
     "tools": (0, 0, 0),
     "top": (0, 0, 0),
     "trainer": (0, 0, 78),

@@ -38,8 +38,8 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
         """Add an option. Help shows its first name; each name works with underscores too."""
         dest = names[0].removeprefix("--").replace("-", "_")
         spellings = {**dict.fromkeys(names), **dict.fromkeys("--" + name[2:].replace("-", "_") for name in names)}
-        shown, *others = spellings
-        parser.add_argument(shown, dest=dest, **about)
+        spelling, *others = spellings
+        parser.add_argument(spelling, dest=dest, **about)
         if others:
             parser.add_argument(*others, dest=dest, **{**about, "help": argparse.SUPPRESS})
 
