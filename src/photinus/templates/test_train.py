@@ -19,9 +19,9 @@ def train(out: Path, *words: str, processes: int = 2) -> str:
     command = [*launcher, str(HERE / "train.py")] if processes > 1 else [str(HERE / "train.py")]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = ("--epochs", "2", "--out", str(out), *words)
-    run = subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, timeout=300, env=environ)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    job = subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, timeout=300, env=environ)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
 
 
 def rows(file: Path) -> list[dict[str, float]]:
