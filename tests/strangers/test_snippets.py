@@ -51,6 +51,7 @@ LEAVES = {"docs/how-to/preemption.md: for step, batch in enumerate(batches, star
 LEFT = ["runs/one/metrics.csv", "last.pt", "runs/x/tensorboard"]
 
 ELSEWHERE = {  # Python blocks and commands that do not run here, and why
+    "docs/how-to/streams.md: from datasets import load_dataset": "needs datasets: tests/dist/test_streams.py",
     "docs/how-to/ray.md: trainer = TorchTrainer(": "a part of a script: tests/interop/test_scripts.py",
     'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
         "needs the extra interop: tests/interop/test_scripts.py"

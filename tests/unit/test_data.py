@@ -26,7 +26,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     Subset,
     TensorDataset,
     get_worker_info,
@@ -521,18 +520,12 @@ def test_rank_and_world_size_come_from_the_environment(monkeypatch: pytest.Monke
     assert (loader(TENSORS, batch_size=8).shares.rank, loader(TENSORS, batch_size=8).shares.world_size) == (2, 4)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("dataset", "error", "said"),
     [
         ("no/such/folder", TypeError, "'no/such/folder' is a path, not a dataset \\(and it does not exist, seen from"),
         (Path("/no/such/folder"), TypeError, "'/no/such/folder' is a path, not a dataset \\(and it does not exist"),
         ("/tmp", TypeError, "'/tmp' is a path, not a dataset"),
-        (Stream(), TypeError, "Stream is an IterableDataset.*__len__ and __getitem__"),
         (Augmented, TypeError, "the class Augmented, not an object"),
         (None, TypeError, "NoneType has no __len__ and no __getitem__"),
         ({1, 2}, TypeError, "set has no __getitem__"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -66,8 +67,8 @@ class Loop:
     Args:
         model: wrapped by `photinus.wrap` (or by torch's DDP or FSDP2); plain where there is one process.
         optimizer: over the model's parameters.
-        train_set: map-style data set, equal on all ranks; or torch's DataLoader over one, or a `photinus.loader`, which
-            say how it is shuffled, collated and loaded.
+        train_set: data set, equal on all ranks: map-style or a stream; or torch's DataLoader over one, or a
+            `photinus.loader`, which say how it is shuffled, collated, cut and loaded.
         batch_size: samples of one batch over ALL ranks, at least one for each. Parts may differ by one sample. Default:
             the loader's.
         accumulate: the gradients of N batches (micro-batches) make one step of the optimizer, on their mean. The body
@@ -108,7 +109,7 @@ class Loop:
         model: as it was given.
         out: the run's folder, or None.
         rank: of this process.
-        epochs, steps, steps_per_epoch: how long the run is; steps are the optimizer's.
+        epochs, steps, steps_per_epoch: how long the run is; steps are the optimizer's. None: not known of a stream.
         resumed_from: path of the checkpoint that the run goes on from, None for a fresh start.
         checkpoint: path of the newest checkpoint of this run, None before the first.
     """
@@ -168,6 +169,7 @@ class Loop:
         # A rank with other options would train on in silence. Here the error has both values.
         alike: dict[str, JSON] = {**spec.to_dict(), "resume": str(resume), "out": str(out)}
         alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
+        alike["shards"] = self._loader.shards
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers)
         wrapped = [unwrap_compiled(each) for each in models if exchanges_gradients(each)]
@@ -175,7 +177,7 @@ class Loop:
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
-        self._saves = Saves(session, model, optimizer, others, spec)
+        self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
         if out is not None:
             with together("looking at what to save"):
@@ -193,8 +195,9 @@ class Loop:
         self.resumed_from: Path | None = None
         self.checkpoint: Path | None = None
         self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
-        self._batches_per_epoch = len(self._loader)
-        self.steps_per_epoch = -(-self._batches_per_epoch // self._accumulate)
+        is_stream, self._loader.look_ahead = self._loader.shards > 0, self._accumulate
+        self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader)
+        self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
         # Ranks that do not see rank 0's disk have a copy for the time of the block, so they load inside it.
         with self._folder.starting_point() as checkpoint:
             if checkpoint is not None:
@@ -203,8 +206,9 @@ class Loop:
                 self.resumed_from = self.checkpoint = checkpoint.path
                 status.tell(saved=self._saved_step)
         length = self._spec.length
-        self.epochs = length.epochs_of(self._position, self._batches_per_epoch, self._accumulate)
-        self.steps = length.steps_of(self._position, self._batches_per_epoch, self._accumulate)
+        of_epoch = self._position, self._batches_per_epoch, self._accumulate
+        self.epochs = length.epochs if is_stream else length.epochs_of(*of_epoch)
+        self.steps = length.steps if is_stream else length.steps_of(*of_epoch)
         self._batch: Batch | None = None  # the one whose body runs
         self._batches_done = 0  # of the running step
         self._validated_s = self._session.aside_s
@@ -214,7 +218,7 @@ class Loop:
         self._stop_wanted = False
         self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
         shown = report.progress and self._session.is_main
-        self._progress = Progress(shown, length, self._batches_per_epoch, self._accumulate)
+        self._progress = Progress(shown, length, None if is_stream else self._batches_per_epoch, self._accumulate)
         whole = {name: getattr(self, name) for name in ("epochs", "steps", "steps_per_epoch")}
         self._folder.begin(
             self._position, {**whole, "batch_size": self._loader.batch_size * self._accumulate}, self.resumed_from
@@ -440,6 +444,8 @@ class Loop:
                 batches = self._loader.epoch(position.epochs_done, position.batches_done)
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
+                    if self._loader.shards:  # as many are read ahead as can be in a step
+                        self._batches_per_epoch = batch.index + 1 + batch.to_come
                     self._numbers.begin_batch(position.step + 1, self.epoch, batch)
                     self._backwards.body_began(position.step + 1, may_step=self.step_due)
                     with self._gathering():
@@ -471,7 +477,7 @@ class Loop:
         finally:
             clock.stop()
             self._backwards.end()
-            note_place(f"step {self.step} of {self.steps} of its loop")
+            note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
             if self._batch is not None:  # the body was left early
                 self._batch = None
                 self._backwards.body_ended()

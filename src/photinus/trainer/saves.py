@@ -17,8 +17,9 @@ from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
-from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of, unwrap
+from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of, unwrap, whole_stream
 from .data import rng
+from .data.loader import Loader
 from .record.run_folder import RunFolder
 from .record.settings import Settings
 from .record.spec import RunSpec
@@ -26,6 +27,7 @@ from .session.progress import say
 from .session.session import Session
 
 _OWN = frozenset({"model", "optimizer", "position", "run", "rng"})  # all other entries are objects of `state`
+_STREAM = "stream"  # but this one: the place in data without a length
 
 
 class Saves:
@@ -41,8 +43,9 @@ class Saves:
         optimizer: torch.optim.Optimizer,
         others: Mapping[str, Any],
         spec: RunSpec,
+        batches: Loader,
     ) -> None:
-        self._session, self._spec = session, spec
+        self._session, self._spec, self._batches = session, spec, batches
         self._model, self._optimizer, self._others = model, optimizer, others
         self._beside = {_shown(name): item for name, item in others.items()}
         modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
@@ -58,7 +61,7 @@ class Saves:
             TypeError, ValueError: says what, and what to do.
         """
         for name in self._others:  # of files, by which `photinus.load` finds them, too
-            if name in _OWN or not ENTRY.fullmatch(str(name)):
+            if name in {*_OWN, _STREAM} or not ENTRY.fullmatch(str(name)):
                 raise ValueError(f"state={{{name!r}: ...}}: take another name, of letters, digits and _, for its file")
         for name, item in {"model": self._model, **self._others}.items():
             for path, module in item.named_modules() if isinstance(item, nn.Module) else ():
@@ -82,6 +85,7 @@ class Saves:
         """
         step = position.step
         states = gather_per_rank(rng.capture())
+        stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
         with together(f"gathering what to save at step {step}"):
             trained = {
                 "model": state_of(self._model),
@@ -92,6 +96,7 @@ class Saves:
         def write() -> str:
             content = {
                 **trained,
+                **({} if stream is None else {_STREAM: stream}),
                 "position": position.to_dict(time.perf_counter() - self._session.aside_s),
                 "run": {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)},
                 "rng": states,
@@ -136,8 +141,9 @@ class Saves:
             samples_done = position.batches_done * before["batch_size"]
             changed = self._spec.changes_since(before, samples_done, batches_per_epoch)
             position.batches_done = samples_done // self._spec.batch_size
+            self._batches.load_stream(content.get(_STREAM), position.epochs_done, position.batches_done)
             content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
-            others = {name: state for name, state in content.items() if name not in _OWN}
+            others = {name: state for name, state in content.items() if name not in {*_OWN, _STREAM}}
             if set(others) != set(self._others):
                 raise CheckpointError(
                     f"{path} holds the states of {sorted(others) or 'no other objects'}, but the loop was given "

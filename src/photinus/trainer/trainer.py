@@ -175,9 +175,10 @@ class Trainer:
         """Train to the last epoch, or continue an earlier run.
 
         Args:
-            train_set: map-style data set of pairs (input, target), equal on all ranks; or torch's DataLoader over one,
+            train_set: data set or stream of pairs (input, target), equal on all ranks; or torch's DataLoader over one,
                 or a `photinus.loader`.
-            valid_set: the same for validation (default of the batch size: 64 a rank); None does not validate.
+            valid_set: data set for validation, with a length (default of the batch size: 64 a rank); None does not
+                validate.
 
         Raises:
             ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.

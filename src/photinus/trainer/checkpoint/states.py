@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointError
 from ...parallel import strategy_of
-from ...parallel.exchange.agreement import place_in_group
+from ...parallel.exchange.agreement import gather_per_rank, place_in_group
 from ...parallel.zero.split_states import copy_state, gather_state
+from ..data.loader import Loader
 
 _CPU = torch.device("cpu")
 _BYTES_PER_TENSOR = 1024  # in a file, beside its data: name, headers, alignment; generously
@@ -58,8 +59,24 @@ def state_of(value: Any) -> Any:
         part = unwrap(value) if isinstance(value, nn.Module) else value
         return strategy_of(part).save(part)
     if _has_state(value):
-        return gather_state(value.state_dict())  # such as an average of a split model's weights
+        state = gather_state(value.state_dict())  # such as an average of a split model's weights
+        return (
+            {**state, "stream": whole_stream(state["stream"])} if isinstance(value, Loader) and value.shards else state
+        )
     return value
+
+
+def whole_stream(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The states of a stream's shards of all ranks, as a file can hold them. All ranks call it."""
+    if state is None:
+        return None
+    mine = {}
+    for shard, place in state["states"].items():
+        try:
+            mine[shard] = PlainState(place, f"the state of shard {shard}").value
+        except TypeError:  # a resume reads the shard from its beginning, and says so
+            mine[shard] = {**place, "at": 0, "source": None, "of": None}
+    return {**state, "states": {shard: place for each in gather_per_rank(mine) for shard, place in each.items()}}
 
 
 def require_whole(value: Any, name: str) -> None:

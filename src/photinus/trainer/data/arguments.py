@@ -126,13 +126,6 @@ def check_dataset(dataset: Any) -> None:
             f"{str(path)!r} is a path, not a dataset{absent}: open it with a class that has __len__ and __getitem__ (a "
             f"folder of images, say, with torchvision.datasets.ImageFolder) and give that to the loader"
         )
-    # Nothing tells how many samples it has, or how to come back to one: both are needed to resume with the same bits.
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided among ranks or found "
-            f"again after a resume: give it __len__ and __getitem__ (a map-style dataset), or iterate over it yourself "
-            f"with each rank reading its own part"
-        )
     # ImageFolder for ImageFolder(path): a class has __len__ and __getitem__, too, and would fail only in a worker.
     if isinstance(dataset, type):
         raise TypeError(f"a dataset is needed; this is the class {dataset.__name__}, not an object of it")
@@ -184,7 +177,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
             f"collate_fn, num_workers and shuffle beside it; a choice of samples (weights, a filter) belongs into the "
             f"data set, as with torch.utils.data.Subset."
         )
-    shuffle = type(sampler) is not SequentialSampler
+    shuffle = type(sampler) is not SequentialSampler and not isinstance(dataset, IterableDataset)
     # Its choice is part of the data set here; its order, drawn from torch's global generator, is not taken.
     if isinstance(sampler, SubsetRandomSampler):
         dataset = Subset(dataset, [int(index) for index in sampler.indices])

@@ -15,6 +15,7 @@ random seeds and from which batch on is decided here and in sampler.py.
 from __future__ import annotations
 
 import errno
+import itertools
 import operator
 import shutil
 import socket
@@ -24,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,13 @@ from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
 from ...job.world import World
 from ...parallel.exchange.agreement import place_in_group
+from ...parallel.exchange.collectives import control_device
 from ...parallel.exchange.tensors import map_tensors, move_tensors
 from . import rng
 from .arguments import check_dataset, explains_unknown, indexable, taken_apart, whole_number
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
+from .stream import Piece, Reader, State, StreamShares, is_stream
 from .workers import Fetch, Request, WorkerStart, identity, start_workers
 
 _SHARED_MEMORY = "/dev/shm"
@@ -68,9 +71,10 @@ class Batch:
         data: what the collate function made, on the loader's device.
         weight: by which this rank's mean loss has to be multiplied so that its mean over ranks is that over all
             samples of the global batch (1.0 unless the batch is split unevenly).
-        samples: of this rank.
+        samples: of this rank; 0 where it has none left of a stream, and repeats some for a weight of 0.
         global_samples: of all ranks.
         index: of the global batch within its epoch.
+        to_come: batches of the epoch that follow; of a stream at most as many as are read ahead.
     """
 
     data: Any
@@ -78,6 +82,7 @@ class Batch:
     samples: int
     global_samples: int
     index: int
+    to_come: int = 0
 
 
 @explains_unknown
@@ -86,53 +91,63 @@ def loader(
     *,
     batch_size: int | None = None,
     train: bool = True,
-    shuffle: bool | None = None,
+    shuffle: bool | int | None = None,
     drop_last: bool | None = None,
     seed: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int | None = None,
+    shards: int | None = None,
     device: torch.device | str | None = None,
     place: tuple[int, int] | None = None,
 ) -> Loader:
-    """Return a loader of this rank's share of a map-style dataset, in batches.
+    """Return a loader of this rank's share of a dataset, in batches.
 
     Args:
         dataset: an object with __len__ and __getitem__ (or __getitems__), or torch's DataLoader over one. The
             DataLoader's settings are used for arguments that are None here, and so are those that torch alone has:
             persistent_workers, prefetch_factor, worker_init_fn (torch's get_worker_info().dataset.dataset is yours),
             multiprocessing_context, timeout (default: PHOTINUS_TIMEOUT_S, 300 s). Its batch size is that of all ranks
-            together; with a DistributedSampler, that of each rank.
+            together; with a DistributedSampler, that of each rank. Or a stream, without __len__: an iterable (which is
+            split if it has `shard(num_shards, index)`, and resumes faster if it has state_dict and load_state_dict), or
+            a function of (shard, shards) that returns one.
         batch_size: samples of a step over all ranks; for training at least one per rank. If it cannot be divided
             evenly, the ranks' parts differ by one sample and have weights: see `Loader.weight`.
         train: False for validation: the dataset's order, every sample exactly once over all ranks, without padding.
             Ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
-        shuffle: use a new order in each epoch, which depends only on (seed, epoch). Default: as `train`.
-        drop_last: leave out the last, short batch of an epoch. Default: True.
+        shuffle: use a new order in each epoch, which depends only on (seed, epoch). Default: as `train`. Of a stream:
+            shuffle in a buffer of N samples of each shard (True: 1000). Default: the stream's own order.
+        drop_last: leave out the last, short batch of an epoch. Default: True; of a stream, whose shards may end at
+            different steps, False.
         seed: seed of the order, and of Python's, numpy's and torch's generators in __getitem__ and the collate
             function. Each sample has a seed from (seed, epoch, sample); __getitems__ and collate functions have one per
             batch. Default: that of the `photinus.init` before, else 0.
         collate_fn: function that makes a batch of a list of samples. Default: torch's default_collate.
         num_workers: number of processes that load data, per rank. Default: 0. A TensorDataset (or a Subset of one) is
             indexed in this process, which is faster, unless there is a collate function.
+        shards: number of parts into which a stream is cut, over all ranks. A worker reads whole shards. With the same
+            number, any number of ranks has the same samples in the same steps. Default: the number of ranks at the
+            run's start, or the stream's `num_shards` if that is smaller.
         device: device to which the tensors of a batch move, through pinned memory if it is a GPU. Default: they do not
             move; a `photinus.Loop` moves them to its own.
         place: (rank, world_size) of the ranks that share the dataset. Default: torch.distributed's if it is
             initialized, else the launcher's.
 
     Raises:
-        TypeError: not a dataset, or iterable-style; an argument has a wrong type, or no function has it; or batch_size
-            is missing.
+        TypeError: not a dataset, or a stream for validation; an argument has a wrong type, or no function has it; or
+            batch_size is missing.
         ValueError: batch size, world size and dataset do not fit each other.
     """
     settings: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
-    settings |= {"collate_fn": collate_fn, "num_workers": num_workers}
+    settings |= {"collate_fn": collate_fn, "num_workers": num_workers, "shards": shards}
     of_workers: Mapping[str, Any] = {}
     if isinstance(dataset, (DataLoader, Loader)):
         dataset, found, of_workers = _parts_of(dataset)
         # What is given here counts, else what the DataLoader was given.
-        settings = {name: found[name] if value is None else value for name, value in settings.items()}
+        settings = {name: found.get(name) if value is None else value for name, value in settings.items()}
         settings["shuffle"] = settings["shuffle"] if train else None
-    check_dataset(dataset)
+    streams = is_stream(dataset)
+    if not streams:
+        check_dataset(dataset)
     if settings["batch_size"] is None:
         raise TypeError("batch_size is missing: the samples of one step over all ranks")
     # Before a group is made, only the launcher knows; afterwards the group is right, whatever started it.
@@ -144,14 +159,28 @@ def loader(
     collate_fn = settings["collate_fn"]
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn needs a function that takes a list of samples, not {collate_fn!r}")
+    kind, shards = type(dataset).__name__, settings["shards"]
+    if streams and not train:
+        raise TypeError(f"{kind} has no length, which validation needs: give a list of samples (itertools.islice)")
+    if shards is not None and not streams:
+        raise TypeError(f"shards={shards} is for streams, but {kind} has a length: leave shards out")
     if not train and settings["shuffle"]:
         raise ValueError("shuffle=True with train=False: validation counts each sample once, in the dataset's order")
     settings["num_workers"] = whole_number("num_workers", settings["num_workers"] or 0)
-    samples = len(dataset)  # type: ignore[arg-type]
     rank, world_size = place
     seed = check_seed(rng.session_seed if seed is None else seed)
-    shares: GlobalBatches | ShardedOnce
-    if train:
+    samples = 0 if streams else len(dataset)  # type: ignore[arg-type]
+    shares: GlobalBatches | ShardedOnce | StreamShares
+    if streams:
+        shares = StreamShares(
+            dataset, settings["batch_size"], rank=rank, world_size=world_size, shards=shards, seed=seed,
+            shuffle=settings["shuffle"] or False, drop_last=bool(settings["drop_last"]),
+        )  # fmt: skip
+        if world_size > 1 and place_in_group() != place:
+            advice = "call photinus.init() before, and leave place out"
+            raise ValueError(f"place={place}: ranks agree by torch.distributed on the end of a stream: {advice}")
+        shares.note(settings["num_workers"])
+    elif train:
         shuffle, drop_last = (settings[name] is None or settings[name] for name in ("shuffle", "drop_last"))
         shares = GlobalBatches(
             samples, settings["batch_size"], rank=rank, world_size=world_size, shuffle=shuffle, seed=seed,
@@ -182,7 +211,7 @@ class Loader:
     Attributes:
         dataset: the user's.
         batch_size: samples per step over all ranks.
-        samples: size of the dataset.
+        samples: size of the dataset; 0 for a stream.
         shares: which samples are this rank's.
         device: where the tensors go, or None.
         settings, of_workers: what `loader` was given, and what a DataLoader's workers were.
@@ -191,7 +220,7 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        shares: GlobalBatches | ShardedOnce,
+        shares: GlobalBatches | ShardedOnce | StreamShares,
         settings: Mapping[str, Any],
         seed: int,
         device: torch.device | None,
@@ -215,6 +244,9 @@ class Loader:
         self._position = (0, 0)  # the batch that a plain pass hands out next
         self._is_placed = False  # by `set_epoch` or `load_state_dict`
         self._weight, self._weight_used = 1.0, True  # of the batch that a plain pass handed out last
+        self.look_ahead = 1  # batches of a stream: only the next one shows whether a batch is the last
+        # Of a stream: the states of the shards by epoch and number of batches done, of the last two places.
+        self._places: dict[tuple[int, int], Mapping[int, State]] = {}
 
     def __len__(self) -> int:
         """Return the number of batches of one epoch on this rank; for training it is the same on every rank."""
@@ -233,6 +265,8 @@ class Loader:
                 gives no batches).
         """
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
+        if isinstance(self.shares, StreamShares):
+            return self._streams(self.shares, epoch, start)
         if start > len(self):
             raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
         return self._slices(epoch, start) if self._tensors is not None else self._fetches(epoch, start)
@@ -259,7 +293,9 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the plain pass, for `photinus.save`: epoch, next batch, and what that depends on."""
-        return {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
+        place = {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
+        stream = self.stream_state(*self._position)
+        return place if stream is None else {**place, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the next plain pass at the position in `state`, inside the epoch.
@@ -268,8 +304,9 @@ class Loader:
             ValueError: `state` is inside an epoch of a different dataset size, batch size, order or seed; or with
                 train=False of a different number of ranks.
         """
-        wanted, found = self._identity(), {name: state.get(name) for name in self._identity()}
         epoch, batch = whole_number("epoch", state["epoch"]), whole_number("batch", state["batch"])
+        self.load_stream(state.get("stream"), epoch, batch)
+        wanted, found = self._identity(), {name: state.get(name) for name in self._identity()}
         # Between epochs anything may change; inside one, the rest would repeat or skip samples.
         if batch and wanted != found:
             names = [name for name in wanted if wanted[name] != found[name]]
@@ -277,8 +314,33 @@ class Loader:
             raise ValueError(
                 f"the saved run stopped at batch {batch} of epoch {epoch}, which cannot be found again: {told}"
             )
-        self._next = self._position = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
+        is_over = not isinstance(self.shares, StreamShares) and batch >= len(self)
+        self._next = self._position = (epoch + 1, 0) if is_over else (epoch, batch)
         self._is_placed = True
+
+    @property
+    def shards(self) -> int:
+        """Return the number of shards into which the stream is cut; 0 for a data set with a length."""
+        return self.shares.shards if isinstance(self.shares, StreamShares) else 0
+
+    def stream_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
+        """Return the number of shards, and the states of those that this rank reads; None without a stream."""
+        if not isinstance(self.shares, StreamShares):
+            return None
+        return {"shards": self.shares.shards, "states": dict(self._places.get((epoch, batch), {}))}
+
+    def load_stream(self, state: Mapping[str, Any] | None, epoch: int, batch: int) -> None:
+        """Cut the stream as `state` says, and begin there if that place is asked for. Raises ValueError."""
+        shares = self.shares
+        if not isinstance(shares, StreamShares) or state is None:
+            return
+        if shares.is_given and batch and shares.shards != state["shards"]:
+            where = f"batch {batch} of epoch {epoch} of a stream in {state['shards']} shards"
+            raise ValueError(f"the saved run stopped at {where}, and shards={shares.shards} now: set it back")
+        if not shares.is_given and shares.shards != state["shards"]:
+            shares.cut(state["shards"])
+            shares.note(self._num_workers)
+        self._places = {(epoch, batch): state["states"]}
 
     def _warn_of_the_first_epoch(self) -> None:
         """Says that a training goes on and the order of its samples starts over, on rank 0, once."""
@@ -310,7 +372,7 @@ class Loader:
         try:
             for batch in self.epoch(epoch, start):
                 done = batch.index + 1
-                self._position = (epoch, done)
+                self._position = (epoch, done) if batch.to_come else (epoch + 1, 0)
                 # Equal parts have the weight 1.0, which nobody needs to use.
                 self._weight, self._weight_used, _running = batch.weight, batch.weight == 1.0, self
                 yield batch.data
@@ -318,17 +380,18 @@ class Loader:
             self._position = (epoch + 1, 0)
         finally:
             _running = None if _running is self else _running
-            note_place(f"{done} of {len(self)} batches of an epoch of its loader")
+            of = "" if isinstance(self.shares, StreamShares) else f" of {len(self)}"
+            note_place(f"{done}{of} batches of an epoch of its loader")
 
     def _warn_of_unused_weight(self) -> None:
         """Says that gradients are not those of the global batch, on rank 0, once."""
         global _told_of_weights
-        if not self._weight_used and not _told_of_weights and isinstance(self.shares, GlobalBatches):
+        if not self._weight_used and not _told_of_weights and not isinstance(self.shares, ShardedOnce):
             _told_of_weights = True
             if self.shares.rank == 0:
                 warnings.warn(
                     f"a batch of batch_size={self.batch_size} over {self.shares.world_size} ranks gives some of them "
-                    f"one sample more, and nothing weighted this rank's mean loss by {self._weight:.4g}, so that the "
+                    f"more samples, and nothing weighted this rank's mean loss by {self._weight:.4g}, so that the "
                     f"gradient was not the global batch's: call photinus.backward(loss), or multiply by loader.weight",
                     stacklevel=3,
                 )
@@ -348,14 +411,18 @@ class Loader:
     def _pins(self) -> bool:
         return self.device is not None and self.device.type == "cuda" and torch.cuda.is_available()
 
-    def _batch(self, data: Any, local: LocalBatch, index: int, *, is_pinned: bool = False) -> Batch:
+    def _moved(self, data: Any, *, is_pinned: bool = False) -> Any:
         data = pin_memory(data) if self._pins and not is_pinned else data
-        data = data if self.device is None else move_tensors(data, self.device)
-        return Batch(data, local.weight, len(local.indices), local.global_samples, index)
+        return data if self.device is None else move_tensors(data, self.device)
+
+    def _batch(self, data: Any, local: LocalBatch, index: int, *, is_pinned: bool = False) -> Batch:
+        data = self._moved(data, is_pinned=is_pinned)
+        return Batch(data, local.weight, len(local.indices), local.global_samples, index, len(self) - index - 1)
 
     def _slices(self, epoch: int, start: int) -> Iterator[Batch]:
         """Whole batches out of tensors in memory: the same values as sample by sample, without the loop."""
         assert self._tensors is not None
+        assert not isinstance(self.shares, StreamShares)
         for index in range(start, len(self)):
             local = self.shares.batch(epoch, index)
             data = self._tensors(local.indices)
@@ -364,6 +431,7 @@ class Loader:
     def _fetches(self, epoch: int, start: int) -> Iterator[Batch]:
         asked: deque[LocalBatch] = deque()
         shares = self.shares  # not self: a cycle, when collected, waits 5 s for each worker
+        assert not isinstance(shares, StreamShares)
 
         def requests() -> Iterator[Request]:
             # Remembered in the order of the requests, in which torch's DataLoader hands the batches out.
@@ -390,6 +458,65 @@ class Loader:
                 data = next(fetched)
             yield self._batch(data, asked.popleft(), index, is_pinned=self._num_workers > 0)
 
+    def _streams(self, shares: StreamShares, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of a stream, of which some are read ahead."""
+        states = self._places.get((epoch, start), {})
+        before = {number: states.get(number, begin) for number, begin in shares.begin(start).items()}
+        pieces, queue = self._pieces(shares, epoch, start, before), deque[tuple[Piece, int]]()
+        filler, was_idle, has_ended = None, 0, False
+        for index in itertools.count(start):
+            while not has_ended and len(queue) <= self.look_ahead:
+                with agreeing(shares, f"batch {index + len(queue)} of the stream") as counts:
+                    piece = next(pieces)
+                    counts[:] = piece.samples, not piece.samples
+                total, idle = counts
+                has_ended = not total or (shares.drop_last and total < shares.batch_size)
+                if idle > was_idle and not has_ended:
+                    was_idle = idle
+                    with agreeing(shares, "the stream's first samples again"):
+                        if not piece.samples and filler is None:
+                            filler = self._moved(self._filler(shares, epoch))
+                queue += [] if has_ended else [(piece, total)]
+            if not queue and not index:
+                short = " full batch" if shares.drop_last else " sample"
+                raise PhotinusError(f"{type(self.dataset).__name__} gave not one{short} in epoch {epoch}: is it empty?")
+            if not queue:
+                return
+            piece, total = queue.popleft()
+            self._places = {(epoch, index): before, (epoch, index + 1): piece.states}
+            before, weight = piece.states, piece.samples * shares.world_size / total
+            data = self._moved(piece.data) if piece.samples else filler
+            yield Batch(data, weight, piece.samples, total, index, to_come=len(queue))
+
+    def _pieces(
+        self, shares: StreamShares, epoch: int, start: int, states: Mapping[int, State], *, is_filler: bool = False
+    ) -> Iterator[Piece]:
+        """Yield this rank's part of each batch, from its workers if there are any."""
+        workers = 0 if is_filler else min(self._num_workers, len(shares.mine))
+        reader = Reader(shares, epoch, start, workers, states, self._fetch.collate, is_filler)
+        read: Iterator[Piece] = iter(reader)
+        with self._explaining(epoch, start):
+            if workers:
+                data_loader = self._data_loader(reader)
+                data_loader.generator.manual_seed(rng.derive_seed(self.seed, "workers", epoch, shares.rank))
+                read = start_workers(data_loader)
+        merged = reader.merged(read)
+        for index in itertools.count(start):
+            with self._explaining(epoch, index):
+                piece = next(merged)
+            yield piece
+
+    def _filler(self, shares: StreamShares, epoch: int) -> Any:
+        """Return data for a rank that has no samples left, for a weight of 0: its first ones of the epoch."""
+        # They are read again, so that a run that is resumed has the same.
+        piece = next(self._pieces(shares, epoch, 0, shares.begin(0), is_filler=True))
+        if not piece.samples:
+            which = f"of its shards {[number for number, _, _ in shares.mine]} of {shares.shards}"
+            raise PhotinusError(
+                f"rank {shares.rank} has no sample {which} in epoch {epoch}: use fewer shards=, or ranks"
+            )
+        return piece.data
+
     @contextmanager
     def _explaining(self, epoch: int, index: int) -> Iterator[None]:
         """A block that waits for workers: says what to do where one is late, or has no shared memory."""
@@ -414,21 +541,21 @@ class Loader:
                 ) from error
             raise
 
-    def _data_loader(self) -> DataLoader[Any]:
+    def _data_loader(self, reader: Reader | None = None) -> DataLoader[Any]:
         if self._workers is not None:
             return self._workers
-        options = dict(self.of_workers)
+        options = dict(self.of_workers) if reader is None else {**self.of_workers, "persistent_workers": False}
         if self._num_workers:
             options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
             options["timeout"] = self._timeout_s
         data_loader: DataLoader[Any] = DataLoader(
-            self._fetch,  # type: ignore[arg-type]
+            self._fetch if reader is None else reader,  # type: ignore[arg-type]
             batch_size=None,  # a request is already a batch
-            sampler=self._requests,
+            sampler=self._requests if reader is None else None,
             collate_fn=identity,
-            num_workers=self._num_workers,
+            num_workers=self._num_workers if reader is None else reader.workers,
             # torch's own pinning fails for tensors that lie on a GPU; in this process ours does it.
-            pin_memory=self._pins and self._num_workers > 0,
+            pin_memory=self._pins and self._num_workers > 0 and reader is None,
             # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
             generator=torch.Generator(device="cpu"),
             **options if self._num_workers else {},
@@ -449,7 +576,7 @@ def train_batches(
         return loader(train_set, batch_size=batch_size, device=device, place=place)
     # Parts of a validation set differ in their number of batches: ranks would wait for each other for ever.
     shares = train_set.shares
-    if not isinstance(shares, GlobalBatches):
+    if isinstance(shares, ShardedOnce):
         raise ValueError("train_set is a photinus.loader(..., train=False): leave train=False out")
     if batch_size not in (None, train_set.batch_size):
         raise ValueError(f"batch_size={batch_size}, but train_set is a loader with batch_size={train_set.batch_size}")
@@ -460,6 +587,32 @@ def train_batches(
     if train_set.device is None:
         train_set.device = device
     return train_set
+
+
+@contextmanager
+def agreeing(shares: StreamShares, doing: str) -> Iterator[list[int]]:
+    """A block that succeeds on all ranks or raises on all; after it, its list has the sums over the ranks."""
+    counts, error = [0, 1], None
+    try:
+        yield counts
+    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know
+        error = caught
+    *counts[:], failed, failing = sum_over_ranks(shares, [*counts, error is not None, shares.rank * bool(error)])
+    if error is not None:
+        raise error
+    if failed:
+        which = f"rank {failing}" if failed == 1 else f"{failed} ranks"
+        raise PhotinusError(f"{which} could not read {doing}: see its own error. Rank {shares.rank} had none")
+
+
+def sum_over_ranks(shares: StreamShares, numbers: list[int]) -> list[int]:
+    """The sum of each number over the ranks that share a stream."""
+    if shares.world_size == 1:
+        return numbers
+    device = control_device(cast(dist.ProcessGroup, dist.group.WORLD))
+    sums = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(sums)
+    return cast("list[int]", sums.tolist())
 
 
 def note_place(text: str) -> None:

@@ -112,7 +112,7 @@ class GlobalBatches:
         # Contiguous parts, in the order of ranks: together they are the batch that one process would have.
         begin = index * self.batch_size
         size = min(self.batch_size, self.samples - begin)
-        first, end = _part(size, self.rank, self.world_size)
+        first, end = part_of(size, self.rank, self.world_size)
         if self.shuffle:
             indices: list[int] = self._order(epoch)[begin + first : begin + end].tolist()
         else:
@@ -148,7 +148,7 @@ class ShardedOnce:
     def __init__(self, samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = place(rank, world_size)
         self.samples = whole_number("samples", samples)
-        self.indices: Sequence[int] = range(*_part(self.samples, self.rank, self.world_size))
+        self.indices: Sequence[int] = range(*part_of(self.samples, self.rank, self.world_size))
         # Rounded up, so that no rank needs more batches than one process would.
         self._share = -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
 
@@ -167,7 +167,7 @@ class ShardedOnce:
         return LocalBatch(indices, len(indices) * self.world_size / step_samples, step_samples)
 
 
-def _part(size: int, rank: int, world_size: int) -> tuple[int, int]:
+def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
     """[begin, end) of rank's contiguous part of `size` things; the first `size % world_size` ranks have one more."""
     # The longer parts come first, so that where a part begins follows from its rank alone.
     base, extra = divmod(size, world_size)

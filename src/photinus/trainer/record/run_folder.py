@@ -99,7 +99,7 @@ class RunFolder:
 
         return on_all_ranks(choose)
 
-    def begin(self, position: Position, length: Mapping[str, int], resumed_from: Path | None) -> None:
+    def begin(self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None) -> None:
         """The run begins, or goes on, at this position: makes its folder ready, where there is something left to do.
 
         Args:
@@ -122,7 +122,7 @@ class RunFolder:
                 say(note)
 
     def _prepare(
-        self, path: Path, position: Position, length: Mapping[str, int], resumed_from: Path | None, is_done: bool
+        self, path: Path, position: Position, length: Mapping[str, int | None], resumed_from: Path | None, is_done: bool
     ) -> None:
         """Drops the numbers after the position, and records this start: in config.json, and as an event."""
         saving = self._spec.saving

@@ -121,7 +121,7 @@ class RunSpec:
     batch_size: int
     seed: int
     samples: int
-    shuffle: bool
+    shuffle: bool | int
     drop_last: bool
     length: Length
     validate_every_steps: int | None

@@ -34,10 +34,10 @@ class Progress:
     Args:
         shown: whether this process shows anything (rank 0, and the user wants it).
         length: of the whole run; by steps, the bar is of all its steps.
-        batches, accumulate: of an epoch; of a step.
+        batches, accumulate: of an epoch (None: not known); of a step.
     """
 
-    def __init__(self, shown: bool, length: Length, batches: int, accumulate: int) -> None:
+    def __init__(self, shown: bool, length: Length, batches: int | None, accumulate: int) -> None:
         self.shown = shown
         self._length, self._batches, self._accumulate = length, batches, accumulate
         self._wants_bar = shown and sys.stderr.isatty()
@@ -57,7 +57,7 @@ class Progress:
         if self._length.steps is not None:
             total, done = self._length.steps * self._accumulate, step * self._accumulate
         _bar = tqdm(
-            total=total * samples_per_batch,
+            total=total and total * samples_per_batch,
             initial=done * samples_per_batch,
             desc=self._place(epoch, step),
             unit=" samples",
