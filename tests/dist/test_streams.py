@@ -16,6 +16,7 @@ import torch
 import photinus
 from tests.ranks import run_ranks, values
 from tests.small_run import QUIET, fingerprint
+from tests.strangers.documents import blocks
 from tests.streams import ALL, KINDS
 
 LIFE = "tests.dist.test_streams:life"
@@ -230,3 +231,15 @@ def test_a_rank_that_cannot_read_its_shard_is_named_by_the_others() -> None:
     whole, cut = run_ranks(LIFE, world_size=2, backend="photinus", arguments=arguments, expect=expect)
     assert "OSError: the file is cut off" in cut.output
     assert "rank 1 could not read batch 2 of the stream: see its own error. Rank 0 had none" in whole.output
+
+
+@pytest.mark.slow
+def test_the_pages_listing_for_datasets_gives_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (block,) = (each for each in blocks("docs/how-to/streams.md") if "load_dataset" in each.text and each.language)
+    place: dict[str, Any] = {"photinus": photinus}
+    exec(compile(block.text, block.name, "exec"), place)
+    (batch,) = place["batches"]
+    assert sorted(batch["x"].tolist()) == ALL
