@@ -9,7 +9,7 @@ alike is compared first; the values are exchanged once, at the end, so ranks may
 | world size W, n samples, block B | per rank |
 |---|---|
 | forwards | ceil(ceil(n / B) / W) at most |
-| exchanged | 2 * metrics float64 values gathered, once (before: what is evaluated, compared; the model's buffers) |
+| exchanged | 4 * metrics float64 values gathered, once (before: what is evaluated, compared; the model's buffers) |
 
 Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates,
 Discrete & Computational Geometry 18 (1997).
@@ -36,26 +36,13 @@ from .checkpoint.states import unwrap
 from .data.arguments import explains_unknown, whole_number
 from .data.loader import Batch, Loader, loader
 from .data.sampler import ShardedOnce
+from .objective import Objective, sum_and_weight
 from .session.session import Session, require_session
 from .session.wrapping import exchanges_gradients
 
 Data = Dataset[Any] | DataLoader[Any] | Loader
-Metric = Callable[[Tensor, Tensor], Tensor]  # outputs [n, ...], targets [n, ...] -> values [n]
+Metric = Callable[[Tensor, Tensor], Any]  # outputs [n, ...], targets [n, ...] -> values [n], or (sum, weight)
 Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
-
-
-class BatchMean:
-    """A loss that gives a batch's mean, as a metric: each sample of the batch counts with the mean.
-
-    How many those are, outputs and targets do not always tell: they may be dicts, or lists of tensors.
-    """
-
-    def __init__(self, loss_fn: Metric) -> None:
-        self._loss_fn = loss_fn
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean, shape []."""
-        return self._loss_fn(outputs, targets).reshape(())
 
 
 @overload
@@ -97,13 +84,15 @@ def evaluate(
         model: wrapped or plain model.
         dataset: map-style data set of pairs (input, target), or of anything else if `forward` is given. Or torch's
             DataLoader, or a `photinus.loader`, whose collate_fn and workers are used.
-        metric: function metric(outputs, targets) that returns one value per sample, shape [n], or a dict of them.
+        metric: function metric(outputs, targets) that returns one value per sample, shape [n], or (sum, weight) of the
+            batch; or a dict of them.
         batch_size: samples of one forward on one rank. Default: the DataLoader's (of a `photinus.loader`: its part on
             one rank), else 64.
         forward: function forward(model, batch) that returns (outputs, targets). Default: a batch is (inputs, targets).
 
     Returns:
-        The mean over all samples as a float; for a dict of metrics, a dict of means.
+        The mean over all samples as a float; for a dict of metrics, a dict of means. Of (sum, weight) it is the sum of
+        all sums by the sum of all weights, nan if that is 0.
 
     Raises:
         ValueError: the data set is empty; a metric does not return one value per sample; or the names of the metrics,
@@ -140,12 +129,12 @@ def evaluate(
             _idle_block(model, session, total, size),
             forward or _forward_pair,
         )
-        parts = [part for name in names for part in _exact_sum(values[name])]
+        parts = [part for name in names for each in values[name] for part in _exact_sum(each)]
     except CollectiveError:  # in a forward that exchanges: the other ranks know already, and do not wait to be told
         raise
     except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks have been told
         error = caught
-    means = dict(zip(names, _means(parts, total, session, error), strict=True))
+    means = dict(zip(names, _means(parts, session, error), strict=True))
     session.aside_s += time.perf_counter() - started
     waiting_time.total_ns = waited_ns  # no part of a training step
     return {name: means[name] for name in metrics} if isinstance(metric, Mapping) else means["metric"]
@@ -183,13 +172,13 @@ def _idle_block(model: nn.Module, session: Session, total: int, block: int) -> l
 def _values_of_this_rank(
     model: nn.Module,
     batches: Loader,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Any],
     mine: list[int],
     idle: list[int],
     forward: Forward,
-) -> dict[str, list[float]]:
+) -> dict[str, tuple[list[float], list[float]]]:
     """Each metric's value for each of the samples `mine`."""
-    found: dict[str, list[Tensor]] = {name: [] for name in metrics}
+    found: dict[str, tuple[list[Tensor], list[Any]]] = {name: ([], []) for name in metrics}
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -197,10 +186,13 @@ def _values_of_this_rank(
             for batch in _batches_of(batches, mine):
                 outputs, targets = forward(model, batch.data)
                 for name, function in metrics.items():
-                    values = torch.as_tensor(function(outputs, targets))
-                    if isinstance(function, BatchMean):
-                        values = values.expand(batch.samples)
-                    if values.shape != (batch.samples,):
+                    is_loss = isinstance(function, Objective)
+                    value = function.sums(outputs, targets, batch.samples) if is_loss else function(outputs, targets)
+                    weight: Any = batch.samples
+                    if is_sum := isinstance(value, tuple):
+                        value, weight = sum_and_weight(f"metric {name!r}", value)
+                    values = value.reshape(1) if is_sum else torch.as_tensor(value)
+                    if not is_sum and values.shape != (batch.samples,):
                         raise ValueError(
                             f"metric {name!r} gave shape {list(values.shape)} for {batch.samples} samples, but "
                             f"[{batch.samples}] is needed: one value per sample, so that the mean over all samples is "
@@ -208,13 +200,17 @@ def _values_of_this_rank(
                         )
                     if values.is_complex():
                         raise ValueError(f"metric {name!r} gave {values.dtype} values, but real numbers are needed")
-                    found[name].append(values.detach().double())
+                    found[name][0].append(values.detach().double())
+                    found[name][1].append(weight)
             for batch in _batches_of(batches, idle):
                 forward(model, batch.data)
     finally:
         for module, training in modes.items():
             module.training = training
-    return {name: torch.cat(values).cpu().tolist() if values else [] for name, values in found.items()}
+    return {
+        name: (torch.cat(values).cpu().tolist() if values else [], [float(each) for each in weights])
+        for name, (values, weights) in found.items()
+    }
 
 
 def _batches_of(batches: Loader, samples: list[int]) -> Iterator[Batch]:
@@ -255,8 +251,8 @@ def _sum(values: Iterable[float]) -> float:
         return math.nan
 
 
-def _means(mine: list[float], samples: int, session: Session, error: Exception | None) -> list[float]:
-    """The means of the ranks' sums, each in two parts; raises on every rank when one failed."""
+def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
+    """The means of the ranks' sums and weights, each in two parts; raises on every rank when one failed."""
     try:
         gathered = gather_per_rank([] if error is not None else mine)
     except CollectiveError as unheard:  # where a forward exchanges, the others may still be waiting in one
@@ -269,7 +265,8 @@ def _means(mine: list[float], samples: int, session: Session, error: Exception |
                 f"evaluate failed on rank {rank} ({session.hosts[rank]}); see the error of that rank. "
                 f"This is rank {session.rank}, which had no error."
             )
-    return [_sum(sums[i + j] for sums in gathered for j in (0, 1)) / samples for i in range(0, len(mine), 2)]
+    sums = [_sum(each[i + j] for each in gathered for j in (0, 1)) for i in range(0, len(mine), 2)]
+    return [total / weight if weight else math.nan for total, weight in zip(sums[::2], sums[1::2], strict=True)]
 
 
 def _take_buffers_of_main(model: nn.Module, session: Session) -> None:

@@ -14,8 +14,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from .session.wrapping import (
     check_second_models,
     exchanges_gradients,
 )
+from .weighted_means import WeightedMeans, zero_gradients
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take
@@ -177,6 +178,7 @@ class Loop:
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
+        self._means = WeightedMeans(session, partial(_gradients_of, models, optimizers))
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
         if out is not None:
@@ -217,8 +219,8 @@ class Loop:
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
         self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
-        shown = report.progress and self._session.is_main
-        self._progress = Progress(shown, length, None if is_stream else self._batches_per_epoch, self._accumulate)
+        is_visible = report.progress and self._session.is_main
+        self._progress = Progress(is_visible, length, None if is_stream else self._batches_per_epoch, self._accumulate)
         whole = {name: getattr(self, name) for name in ("epochs", "steps", "steps_per_epoch")}
         self._folder.begin(
             self._position, {**whole, "batch_size": self._loader.batch_size * self._accumulate}, self.resumed_from
@@ -299,13 +301,17 @@ class Loop:
 
     # -- what the body calls -----------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, share: float = 1.0, scaler: Any = None) -> None:
+    def backward(self, loss: Tensor, *, weight: Any = None, share: float = 1.0, scaler: Any = None) -> None:
         """Run backward of this batch's loss, and log the loss. The logged loss is the mean over the global batch.
 
         If you call plain `loss.backward()` instead, the optimizer's next step raises an error.
 
         Args:
             loss: mean over this rank's samples, shape [] or [1].
+            weight: number of things that the loss is a mean over on this rank, if these are not samples: tokens without
+                padding, or the sum of class weights. A number, or a tensor with one. Gradients and log are those of the
+                mean over all ranks and all batches of the step. Every rank gives it, and waits for the others to add it
+                up. On a rank with 0 the loss may be nan. If all have 0, gradients are 0 and no loss is logged.
             share: weight of this loss in the batch: 1/4 for each of four parts of it. `accumulate` needs none. The log
                 shows the whole loss. Several calls in one body add up; in a body with an optimizer step, each by its
                 share. In a closure, its first evaluation is logged, or the backward before it (SAM). Without
@@ -313,15 +319,29 @@ class Loop:
             scaler: a `torch.amp.GradScaler` that scales the loss. You call its `step` and `update`.
 
         Raises:
-            ValueError: the loss is not a scalar, or nothing in it requires a gradient.
+            ValueError: the loss is not a scalar, or nothing in it requires a gradient; the weight is not a number >= 0.
             PhotinusError: called outside the body of the loop.
         """
-        weight = self.weight * share
-        self.record(loss, share=share)
-        # Without a weight the bits are those of a script for one process.
-        weighted = loss if weight == 1.0 else loss * weight
+        batch = self._running_batch("loop.backward(loss)")
+        check_loss(loss)
+        if weight is None:
+            self._means.note_plain()
+            self.record(loss, share=share)
+            factor = self.weight * share
+        else:
+            part = self._means.part(weight, share)
+            factor = part.factor
+            if self._backwards.add():  # by samples, as the log adds up
+                own = loss.detach() * (part.own / batch.weight) if part.own else torch.zeros_like(loss)
+                self._numbers.add(own, part.counted_share)
+        # Without a factor the bits are those of a script for one process.
+        weighted = loss if factor == 1.0 else loss * factor
+        weighted = weighted if scaler is None else scaler.scale(weighted)
         self._clock.backward_began()
-        (weighted if scaler is None else scaler.scale(weighted)).backward()
+        with nullcontext() if factor else zero_gradients(weighted):
+            weighted.backward()
+        if weight is not None:
+            self._means.backward_ended()
         self._clock.backward_ended()
 
     @property
@@ -448,12 +468,16 @@ class Loop:
                         self._batches_per_epoch = batch.index + 1 + batch.to_come
                     self._numbers.begin_batch(position.step + 1, self.epoch, batch)
                     self._backwards.body_began(position.step + 1, may_step=self.step_due)
+                    self._means.body_began(
+                        batches=self._batches_of_step, is_first=self._batches_done == 0, is_last=self.step_due
+                    )
                     with self._gathering():
                         yield batch.data
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
                     epoch_ended, row_ended, step_ended = self.epoch_ended, self.validation_due, self.step_due
                     self._batch = None
                     alone = self._backwards.body_ended()
+                    self._means.body_ended()
                     position.batches_done += 1
                     position.samples_in_part += batch.global_samples
                     self._batches_done += 1
@@ -610,6 +634,13 @@ class Loop:
         how = self._spec.length.describe_end(position)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
         return "\n".join(filter(None, (f"{how}, {shown}" if shown else how, self._folder.describe())))
+
+
+def _gradients_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """The gradients of all that is trained, each once."""
+    stepped = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    found = {id(each): each for some in (*(model.parameters() for model in models), *stepped) for each in some}
+    return [each.grad for each in found.values() if each.grad is not None]
 
 
 def measurements(row: Row) -> Row:

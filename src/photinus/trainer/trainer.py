@@ -23,15 +23,16 @@ from ..words import hint
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if
 from .data.loader import loader
-from .evaluation import BatchMean, Data, Metric, check_functions, evaluate, pair_of
+from .evaluation import Data, Metric, check_functions, evaluate, pair_of
 from .loop import Loop, measurements
+from .objective import Objective
 from .record.curves import PICTURE
 from .record.spec import Reporting, Saving, check_options
 from .session.progress import show_metrics
 from .session.session import Session, current_session, init
 from .session.wrapping import WRAPPED, exchanges_gradients, wrap
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Any]
 Callback = Callable[[Loop], None]
 _PRECISIONS = ("float32", "bfloat16")
 _ADVICE = "make them with collate_fn=..., or keep a Loop of your own, whose body takes any"
@@ -76,7 +77,8 @@ class Trainer:
     Args:
         model: a plain module, which `fit` wraps; or one that `photinus.wrap` has wrapped with options of your own.
         optimizer: an optimizer of the model's parameters.
-        loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
+        loss_fn: `loss_fn(outputs, targets)`: the mean over the samples, or (sum, weight) for a mean over tokens or
+            class weights. torch's losses with `weight`, `ignore_index` or reduction="sum" need nothing more.
         epochs: the run ends after N epochs, counted from its first start.
         steps: instead of epochs: the run ends after N steps of the optimizer, and then validates too.
         batch_size: samples of one batch over ALL ranks, at least one for each. Default: the loader's.
@@ -160,9 +162,9 @@ class Trainer:
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(find_strategy, strategy),
         )
-        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._model, self._optimizer, self._objective = model, optimizer, Objective(loss_fn)
         self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
-        self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
+        self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": self._objective}
         self._strategy, self._batch_size = strategy, batch_size
         self._clip_norm = clip_norm
         self._precision = precision
@@ -202,8 +204,11 @@ class Trainer:
             for batch in loop:
                 inputs, targets = pair_of(batch, "the Trainer needs", _ADVICE)
                 with self._autocast():
-                    loss = self._loss_fn(model(inputs), targets)
-                loop.backward(loss)
+                    loss, weight = self._objective(model(inputs), targets)
+                if self._objective.is_sum:  # of the global batch, of which the loop takes means
+                    part = loop._running_batch("the Trainer's step")
+                    loss = loss * (part.global_samples / part.samples)
+                loop.backward(loss, weight=weight)
                 if loop.step_due:
                     self._step(loop, optimizer)
                 measured: dict[str, float] = {}

@@ -49,7 +49,7 @@ class _Step:
     epoch: int
     batches: list[Batch] = field(default_factory=list)
     # Losses, each with the number of batches that had come, its share, and by what it was divided before it came.
-    parts: list[tuple[Tensor, int, float, int]] = field(default_factory=list)
+    parts: list[tuple[Tensor, int, float | Callable[[], float], int]] = field(default_factory=list)
     loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
 
     @property
@@ -88,17 +88,20 @@ class RunNumbers:
             self._steps.append(_Step(step, epoch))
         self._steps[-1].batches.append(batch)
 
-    def add(self, loss: Tensor, share: float) -> None:
+    def add(self, loss: Tensor, share: float | Callable[[], float]) -> None:
         """Takes a loss of the running step: scalar, mean over this rank's samples."""
-        step, kept = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
-        step.parts.append((kept, len(step.batches), share, divisor_of(loss)))
+        step, value = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
+        step.parts.append((value, len(step.batches), share, divisor_of(loss)))
 
     def end_step(self, *, alone: bool, adds_up_over: Callable[[int], bool]) -> None:
         """The step's last body is over. Several losses add up: by their shares where its gradients are all of an
         optimizer's step (`alone`, or several batches), else whole, as the body is one of several with such shares.
         Where gradients of N bodies add up (`adds_up_over`), a loss that came divided by N has the share 1 / N."""
         step = self._steps[-1]
-        parts, step.parts = step.parts, []
+        # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
+        alone |= any(callable(part[2]) for part in step.parts)
+        parts = [(loss, n, s() if callable(s) else s, divisor) for loss, n, s, divisor in step.parts]
+        parts, step.parts = [part for part in parts if part[2] != 0.0], []
         batches, samples = len(step.batches), step.samples
         if batches > 1:
             self._add_up(step, parts, samples)

@@ -1,0 +1,81 @@
+"""The losses of torch, and users', as a mean and the number of things that it is a mean over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
+
+_COUNTED = (nn.CrossEntropyLoss, nn.NLLLoss)
+_IGNORED = -100  # torch's default
+
+
+def sum_and_weight(name: str, value: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    """Return what a function gave as (sum, weight). Raises TypeError if it is something else."""
+    if len(value) != 2 or not isinstance(value[0], Tensor):
+        kinds = ", ".join(type(each).__name__ for each in value)
+        raise TypeError(f"{name} returned ({kinds}), but a tensor is needed, or (sum, weight): a tensor and a number")
+    return value[0], value[1]
+
+
+class Objective:
+    """A loss function of (outputs, targets) that returns a mean, or (sum, weight).
+
+    Attributes:
+        is_sum: whether its value is the sum over a batch.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+        bound = function.keywords if isinstance(function, partial) else {}
+        inner = function.func if isinstance(function, partial) else function
+        is_module = isinstance(function, nn.Module)
+        options = vars(function) if is_module else bound
+        # A subclass, or arguments by place, may make something else of it.
+        counted = is_module and any(getattr(type(function), "forward", None) is each.forward for each in _COUNTED)
+        counted |= inner in (cross_entropy, nll_loss) and not getattr(function, "args", ())
+        of_torch = getattr(inner if not is_module else type(function), "__module__", "").startswith("torch.nn.")
+        self.is_sum = of_torch and options.get("reduction") == "sum"
+        self._counted = counted and options.get("reduction", "mean") == "mean"
+        self._ignored = options.get("ignore_index", _IGNORED)
+        self._class_weights = getattr(function, "weight", None) if is_module else bound.get("weight")
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Any]:
+        """Return the loss, and its weight for `loop.backward`: None for a mean over samples, or a sum."""
+        loss = self._function(outputs, targets)
+        if isinstance(loss, tuple):
+            total, weight = sum_and_weight("loss_fn", loss)
+            return total / weight, weight
+        return loss, self._weight(targets) if self._counted else None
+
+    def sums(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
+        """Return (sum, weight) of a batch of N samples. The sum of all sums by that of all weights is the mean."""
+        loss = self._function(outputs, targets)
+        if isinstance(loss, tuple):
+            return sum_and_weight("loss_fn", loss)
+        weight = self._weight(targets) if self._counted else None
+        if weight is None:
+            return loss.double() if self.is_sum else loss.double() * samples, samples
+        return loss.double() * weight if weight else torch.zeros(()), weight  # a mean of nothing is NaN
+
+    def _weight(self, targets: Tensor) -> Any:
+        """Return what torch divides by: targets that are not ignored, each by its class weight."""
+        if targets.is_floating_point():  # probabilities of classes: the mean is over samples
+            return None
+        if self._class_weights is None and self._ignored == _IGNORED and targets.dim() < 2:
+            return self._refuse_ignored(targets)
+        counted = targets[targets != self._ignored]
+        return counted.numel() if self._class_weights is None else self._class_weights.to(targets.device)[counted].sum()
+
+    def _refuse_ignored(self, targets: Tensor) -> None:
+        """Nearly no classifier has targets of -100, so that each step of all others would pay for an exchange."""
+        ignored = 0 if targets.is_cuda else int((targets == _IGNORED).sum())
+        if ignored:
+            raise ValueError(
+                f"{ignored} of {targets.numel()} targets are -100, torch's ignore_index by default. If that is right, "
+                f"name another one, such as CrossEntropyLoss(ignore_index=-1), or return (sum, weight) from loss_fn"
+            )

@@ -1,0 +1,178 @@
+"""Losses that are means over different numbers of things on each rank: tokens, sums of class weights.
+
+The mean over the global batch is sum(n * loss) / sum(n), over all ranks and all batches of a step. The sum of n of all
+ranks is known before a backward, by an all-reduce of one number, and each rank multiplies its loss by
+world size * n / sum(n). So gradients are right when they are exchanged, whoever exchanges, clips or checks them, and as
+large as those of a plain mean, which suits bfloat16 and float16 on the wire. (A factor behind the exchange would save
+that wait, and cost a pass over all gradients in each step.)
+
+Where a step has several batches, sum(n) of the later ones is not known yet. Their losses count relative to the first
+batch's sum(n), and the last backward is followed by one factor for the whole step, before anything reads gradients.
+
+A rank with n = 0 takes part with zero gradients: its mean is 0 / 0, and NaN * 0 is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PhotinusError
+from ..parallel.zero.split_states import is_split
+from .session.session import Session
+
+_WHOLE = 1 - 1e-6
+
+
+@dataclass
+class Mean:
+    """The parts of one mean: several batches, or several parts of a batch.
+
+    Attributes:
+        shares: their sum.
+        total: sum of share * n, over all ranks.
+        reference: n over all ranks of the first part that has any.
+    """
+
+    shares: float = 0.0
+    total: float = 0.0
+    reference: float = 0.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A backward of a weighted loss.
+
+    Attributes:
+        mean: to which it belongs.
+        share, weight: of the part in the mean, as it was given; n of all ranks.
+        own: world size * n / sum(n), 0 without n.
+        factor: of the loss before backward.
+    """
+
+    mean: Mean
+    share: float
+    weight: float
+    own: float
+    factor: float
+
+    def counted_share(self) -> float:
+        """Return the share of the part by its weight, once all parts are known; 0 where there is nothing to count."""
+        return self.share * self.weight * self.mean.shares / self.mean.total if self.mean.total else 0.0
+
+
+class WeightedMeans:
+    """The weighted losses of a loop.
+
+    Args:
+        gradients: `gradients()` returns the gradients of all that the loop trains.
+    """
+
+    def __init__(self, session: Session, gradients: Callable[[], Iterable[Any]]) -> None:
+        self._session, self._gradients = session, gradients
+        self._mean: Mean | None = None  # of which more parts may come
+        self._batches, self._is_last = 1, True
+        self._shares = 0.0  # of the parts of the running batch
+        self._weighted: bool | None = None  # whether the losses of a step of several batches are; None before the first
+
+    def body_began(self, *, batches: int, is_first: bool, is_last: bool) -> None:
+        """A batch begins, of a step of N batches."""
+        self._batches, self._is_last, self._shares = batches, is_last, 0.0
+        if is_first:
+            self._mean = self._weighted = None
+
+    def note_plain(self) -> None:
+        """A loss without weight comes."""
+        self._check_kind(weighted=False)
+
+    def part(self, weight: Any, share: float) -> Part:
+        """Return the part that a loss of this rank is. All ranks call it.
+
+        Raises:
+            ValueError: the weight is not a finite number from 0, or the losses of a step do not fit together.
+        """
+        self._check_kind(weighted=True)
+        if self._batches > 1 and self._shares >= _WHOLE:
+            raise ValueError(
+                "loop.backward: a second weighted loss in a step of several batches; add the two up before"
+            )
+        weight = _number(weight)
+        total = weight
+        if self._session.world_size > 1:
+            sums = torch.tensor([weight], dtype=torch.float64, device=self._session.exchange_device)
+            dist.all_reduce(sums)
+            total = float(sums)
+        self._mean = mean = self._mean or Mean()
+        self._shares += share
+        mean.shares += share
+        mean.total += share * total
+        mean.reference = mean.reference or total
+        own = self._session.world_size * weight / total if total else 0.0
+        factor = own * (share / self._batches) * (total / mean.reference) if total else 0.0
+        return Part(mean, share, total, own, factor)
+
+    def backward_ended(self) -> None:
+        """Gradients of the last part are there. Makes those of a whole mean right."""
+        mean = self._mean
+        if mean is None or self._shares < _WHOLE:
+            return
+        if self._is_last:
+            factor = mean.shares * mean.reference / mean.total if mean.total else 1.0
+            for gradient in self._gradients() if factor != 1.0 else ():
+                part = gradient.to_local() if is_split(gradient) else gradient
+                (part._values() if part.is_sparse else part).mul_(factor)
+        if self._batches == 1:
+            self._mean, self._shares = None, 0.0
+
+    def body_ended(self) -> None:
+        """The batch is done. Raises PhotinusError if its losses were parts of a mean that is not whole."""
+        if 0.0 < self._shares < _WHOLE:
+            raise PhotinusError(
+                f"the shares of a batch's weighted losses add up to {self._shares:.4g}, but 1 is needed. Give no share "
+                f"where the gradients of several batches add up: photinus.Loop(..., accumulate=4) knows it."
+            )
+
+    def _check_kind(self, *, weighted: bool) -> None:
+        if self._batches > 1 and self._weighted is (not weighted):
+            raise ValueError("loop.backward: in a step of several batches either all losses have a weight, or none has")
+        self._weighted = weighted
+
+
+def _number(weight: Any) -> float:
+    """A weight as a float. Of a GPU's tensor this waits."""
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"loop.backward: weight={weight!r}, but a number is needed, or a tensor of one") from None
+    if not 0 <= number < math.inf:
+        raise ValueError(f"loop.backward: weight={number}, but a finite number from 0 is needed")
+    return number
+
+
+@contextmanager
+def zero_gradients(loss: Tensor) -> Iterator[None]:
+    """A block in which the backward of a loss gives zeros, whatever the loss is. All ranks' hooks see gradients."""
+    stack: list[Any] = [loss.grad_fn]
+    nodes: set[Any] = set(stack)
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is not None and below not in nodes:
+                nodes.add(below)
+                stack.append(below)
+    hooks = [node.register_prehook(_zeros) for node in nodes]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
