@@ -43,7 +43,7 @@ quick: setup
 test-all: setup check native apart sanitized slow soak
 
 slow: setup
-	$(INSTALL) '.[test,interop,ray]'
+	$(INSTALL) '.[test,interop,ray,wandb,mlflow]'
 	$(PIP) $(WHEEL_TOOLS)
 	$(BIN)/python -m pytest --numprocesses 2 -m "slow or not slow" tests
 	$(MAKE) gpu FAKE=1 PYTHON=$(BIN)/python

@@ -20,11 +20,12 @@ import photinus
 
 args = options(__doc__, tensorboard=True)
 train_set, valid_set = digits(args.dataset)
+loggers = [photinus.TensorBoard()] if args.tensorboard else []
 with photinus.init(args.backend, args.device, seed=args.seed):
     model = DigitsNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     trainer = photinus.Trainer(model, optimizer, cross_entropy, epochs=args.epochs, batch_size=args.batch_size,
         metrics={"accuracy": accuracy}, scheduler=CosineAnnealingLR(optimizer, args.epochs), strategy=args.strategy,
         out=args.out, resume=args.resume, save=photinus.Saving(every_steps=args.save_every_steps),
-        report=photinus.Reporting(tensorboard=args.tensorboard, config=args))  # fmt: skip
+        report=photinus.Reporting(loggers=loggers, config=args))  # fmt: skip
     trainer.fit(train_set, valid_set)

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from .parallel import trace as trace
     from .run.from_python import launch as launch
     from .trainer import Loop as Loop
+    from .trainer import MLflow as MLflow
     from .trainer import Reporting as Reporting
     from .trainer import Saving as Saving
     from .trainer import Suspended as Suspended
+    from .trainer import TensorBoard as TensorBoard
     from .trainer import Trainer as Trainer
+    from .trainer import Wandb as Wandb
     from .trainer import backward as backward
     from .trainer import evaluate as evaluate
     from .trainer import init as init
@@ -45,8 +48,9 @@ _HOMES = {
         "run.from_python": ("launch",),
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
-            *("Loop", "Reporting", "Saving", "Suspended", "Trainer", "backward", "evaluate", "init", "load"),
-            *("loader", "predict", "save", "suspend", "suspend_requested", "unwrap", "wrap"),
+            *("Loop", "MLflow", "Reporting", "Saving", "Suspended", "TensorBoard", "Trainer", "Wandb"),
+            *("backward", "evaluate", "init", "load", "loader", "predict", "save"),
+            *("suspend", "suspend_requested", "unwrap", "wrap"),
         ),
         "job.world": ("World",),
     }.items()

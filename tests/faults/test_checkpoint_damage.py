@@ -19,6 +19,7 @@ from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint.durable import file_digest
 from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint
 from photinus.trainer.checkpoint.statefile import load, save
+from tests.unit.test_trackers import needs, run_script
 
 
 def state(step: int, elems: int = 300) -> dict[str, Any]:
@@ -203,3 +204,22 @@ def test_a_loop_on_a_full_disk_says_so_before_it_trains(small_disk: Path) -> Non
         pytest.raises(CheckpointError, match=r"no space left for a checkpoint in .*/run: it needs 40400 bytes .* free"),
     ):
         photinus.Loop(model, optimizer, data, batch_size=4, epochs=1, out=out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "logger", ["TensorBoard()", 'Wandb(mode="offline")', "MLflow()"], ids=lambda text: text.split("(")[0]
+)
+def test_a_full_disk_costs_the_logger_and_the_weights_are_the_same(
+    tmp_path: Path, small_disk: Path, logger: str
+) -> None:
+    name = logger.split("(")[0].lower()
+    needs(name)
+    out = tmp_path / "run"
+    out.mkdir()
+    (small_disk / "logs").mkdir()
+    (out / name).symlink_to(small_disk / "logs")
+    (small_disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(small_disk).free // 4096 * 4096))
+    dropped, done = run_script(out, f"[photinus.{logger}]")
+    assert name == "wandb" or len(dropped) == 1  # W&B writes in a process of its own
+    assert ([], done) == run_script(tmp_path / "plain", "[]")

@@ -37,7 +37,6 @@ GIVEN = {
         "batches = photinus.loader(range(20), batch_size=4)\n"
         "path, train = 'last.pt', lambda batch: None"
     ),
-    "docs/how-to/watch.md: report = photinus.Reporting(tensorboard=True)": "",
     'docs/how-to/deepspeed.md: config = photinus.deepspeed_config("ds_config.json", auto={"lr": 3e-5, '
     '"train_micro_batch_size_per_gpu": 8})': (
         "import json; from pathlib import Path\n"

@@ -427,8 +427,8 @@ def test_what_cannot_be_right_about_saving_is_told_at_once_where_it_is_written()
     for best in (3, "-"):
         with pytest.raises(TypeError, match=f"best={best!r}: needs the name of a metric"):
             Saving(best=best)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="tensorboard needs True or False, not 'yes'"):
-        photinus.Reporting(tensorboard="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="curves needs True or False, not 'yes'"):
+        photinus.Reporting(curves="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="config is a int, but a dict"):
         photinus.Reporting(config=3)
 

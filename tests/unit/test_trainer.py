@@ -19,6 +19,7 @@ from photinus.runlog.tables import read_rows
 from tests.small_run import FEATURES, QUIET, Net, fingerprint, points, right
 
 LINES = photinus.Reporting(curves=False)
+LOGGED = photinus.Reporting(loggers=[photinus.TensorBoard()])
 
 
 def _trainer(out: Path | None = None, *, epochs: int = 3, lr: float = 0.05, **options: Any) -> photinus.Trainer:
@@ -316,7 +317,7 @@ def test_wrong_options_are_refused_before_any_work(options: dict[str, Any], mess
         ({"strategy": "zero4", "save": 3, "precision": "fp16", "metrics": [right], "epochs": None}, [
             "unknown strategy 'zero4'", "save=3", "precision='fp16'", "metrics is a list", "epochs=None and steps=None",
         ]),
-        ({"resume": 3, "report": photinus.Reporting(tensorboard=True)}, ["resume=3", "give out=..., too"]),
+        ({"resume": 3, "report": LOGGED}, ["resume=3", "give out=..., too"]),
         ({"accumulate": 0, "clip_norm": -1, "scheduler": "cosine"}, [
             "accumulate=0", "clip_norm=-1", "scheduler is a str",
         ]),

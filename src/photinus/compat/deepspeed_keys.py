@@ -67,8 +67,9 @@ _NOTED = {
     """: f"{_NO_EFFECT}: gradients are exchanged in their own type, and narrow ones added in float32",
     "activation_checkpointing": "concerns only models that call deepspeed.checkpointing; use torch.utils.checkpoint",
     "flops_profiler comms_logger": "has no effect here: see photinus.trace and `photinus bench`",
-    "tensorboard": "has no effect here: give the Trainer report=photinus.Reporting(tensorboard=True)",
-    "wandb comet": "has no effect here: log in a callback of the Trainer",
+    "tensorboard": "has no effect here: give the Trainer report=photinus.Reporting(loggers=[photinus.TensorBoard()])",
+    "wandb": "has no effect here: give the Trainer report=photinus.Reporting(loggers=[photinus.Wandb(...)])",
+    "comet": "has no effect here: log in a callback of the Trainer",
     "csv_monitor": "is always on here: metrics.csv and losses.csv",
     "aio": "has no effect here: nothing is moved to a disk",
     "checkpoint load_universal_checkpoint": "has no effect here: see `photinus.Loop` for when and where checkpoints "

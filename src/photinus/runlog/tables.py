@@ -111,9 +111,6 @@ class RunFiles:
         with open(self.losses, "a", encoding="utf-8", opener=plain_file) as file:
             os.fsync(file.fileno())
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def add_row(self, history: Sequence[Row]) -> None:
         """Writes metrics.csv anew; it has one row per epoch, and columns may appear at any epoch."""
         last = ("samples_per_s", "elapsed_s", "start")

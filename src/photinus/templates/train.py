@@ -35,8 +35,7 @@ def main() -> None:
             "out": args.out,
             "resume": args.resume,
             "save": photinus.Saving(every_steps=args.save_every_steps, best="accuracy"),
-            "report": photinus.Reporting(tensorboard=args.tensorboard),
-            "config": args,
+            "report": photinus.Reporting(loggers=[photinus.TensorBoard()] if args.tensorboard else [], config=args),
         }
         train = with_trainer  # or with_loop: the same training, in a loop of your own
         train(model, optimizer, train_set, valid_set, args.strategy, common)

@@ -26,6 +26,7 @@ from .loop import Loop
 from .prediction import predict
 from .record.config import dataset_folder
 from .record.spec import Reporting, Saving
+from .record.trackers import MLflow, TensorBoard, Wandb
 from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
 from .session.wrapping import wrap
@@ -34,12 +35,15 @@ from .trainer import Result, Trainer
 __all__ = [
     "CheckpointFolder",
     "Loop",
+    "MLflow",
     "Reporting",
     "Result",
     "Saving",
     "Session",
     "Suspended",
+    "TensorBoard",
     "Trainer",
+    "Wandb",
     "backward",
     "dataset_folder",
     "evaluate",

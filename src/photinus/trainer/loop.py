@@ -37,11 +37,11 @@ from .data import rng
 from .data.arguments import explains_unknown
 from .data.loader import Batch, Loader, note_place, train_batches
 from .record.config import user_options
+from .record.loggers import check_packages
 from .record.run_folder import RunFolder
 from .record.run_numbers import RunNumbers
 from .record.spec import Reporting, RunSpec, Saving, check_options
 from .record.step_clock import StepClock
-from .record.tensorboard import check_tensorboard
 from .saves import Saves
 from .session import preemption
 from .session.progress import Progress, say, show_metrics
@@ -101,7 +101,7 @@ class Loop:
     Raises:
         ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.
         NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
-        PhotinusError: event files are wanted, and the package tensorboard is not installed.
+        PhotinusError: the package of a logger is not installed.
         CheckpointError: the checkpoint to resume from is absent, or does not fit the model.
 
     Every rank raises when one does.
@@ -148,8 +148,8 @@ class Loop:
                 epochs=epochs, steps=steps, out=out, resume=resume, state=state, save=save, report=report,
                 validate_every_steps=validate_every_steps, accumulate=accumulate,
             )  # fmt: skip
-            if report.tensorboard and session.is_main:
-                check_tensorboard()
+            if session.is_main:
+                check_packages(report.loggers)
             check_exchanges_gradients(model, session.world_size)
             check_optimizer(model, optimizer)
             others = dict(state or {})

@@ -30,9 +30,8 @@ from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
 from .config import read_config
 from .curves import PICTURE
-from .tensorboard import FOLDER as TENSORBOARD
 
-_OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
+_OF_A_RUN = (CHECKPOINTS, *FILES, "tensorboard", "wandb", "mlflow", PICTURE, "report.html")
 
 
 @dataclass(frozen=True)

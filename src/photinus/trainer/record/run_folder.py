@@ -1,7 +1,7 @@
 """The folder of a run: from where the run starts, its checkpoints and numbers, and how it ended. Rank 0 writes it.
 
-Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases, tensorboard/, curves.png, earlier-1/
-(what lay here before a run that began anew) and .run.lock.
+Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases, the loggers' folders, curves.png,
+earlier-1/ (what lay here before a run that began anew) and .run.lock.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from ...parallel.exchange.agreement import JSON, from_rank_0
 from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.run import CONFIG, FILES, batches_of_step
 from ...runlog.tables import LOSSES, METRICS, Row, RunFiles, StepLoss, Window, drop_windows_after
+from ...words import mask
 from ..checkpoint.durable import explain_no_space, require_space
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, on_all_ranks
 from ..checkpoint.position import Position
 from ..session.preemption import Suspended
 from ..session.progress import say
+from ..session.replicas import plain
 from ..session.session import Session
 from .config import describe_start, read_config, save_config
 from .curves import PICTURE, draw_curves
+from .loggers import Loggers
 from .resume import Source, choose_source, describe_launch, folder_of_this_job
 from .run_lock import RunLock, ranks_without
 from .spec import Reporting, RunSpec
-from .tensorboard import TensorBoard
 
 
 class RunFolder:
@@ -67,7 +69,8 @@ class RunFolder:
         self._session, self._resume, self._spec, self._user, self._reporting = session, resume, spec, user, reporting
         self._least_bytes = least_bytes
         self._best = None if spec.saving.best is None else spec.saving.best.removeprefix("-")
-        self._writers: list[RunFiles | TensorBoard] = []  # on rank 0, from `begin` on
+        self._writers: list[Any] = []  # RunFiles, then Loggers; on rank 0, from `begin` on
+        self._loggers = Loggers((), say)
         self._lock: RunLock | None = None  # on rank 0
         self._position: Position | None = None  # of a run whose end is not recorded yet
         self._source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
@@ -109,7 +112,7 @@ class RunFolder:
         if self.path is not None:
             prepare = partial(self._prepare, self.path, position, length, resumed_from, is_done)
             prepare = explain_no_space(self.path, self._least_bytes)(prepare)
-            from_rank_0(prepare, f"preparing the folder {self.path}")
+            from_rank_0(prepare, f"preparing the folder {self.path}", is_long=True)  # a logger may log in
             if lacking := ranks_without(self.path, self._lock):
                 where = f"on host {self._session.host}, and {name_ranks(lacking, 8)} cannot see it"
                 unseen = f"note: {self.path} is {where}: rank 0's counts, from which the others get their state"
@@ -144,8 +147,6 @@ class RunFolder:
         files.go_on_from(step, position.history, batches_of_step(read_config(path)) if goes_on else 1)
         drop_windows_after(path, step)
         save_config(path, self._options, self._user, start, go_on=goes_on)
-        if self._reporting.tensorboard:
-            self._writers.append(TensorBoard(path, step, {**self._options, **self._user}))
         starts = [event for event in read_events(path) if event.kind == "start"]
         before, now = starts[-1].facts.get("world_size") if starts else None, start["world_size"]
         if step and before is not None and before != now:
@@ -153,6 +154,14 @@ class RunFolder:
         place = {name: start[name] for name in ("launcher", "attempt", "hosts", "backend", "device")}
         facts = {"start": position.start, "resumed_from": source, **length, **place, **this_process()}
         append_event(path, "start", step, world_size=now, **facts)
+        self._loggers = Loggers(self._reporting.loggers, partial(self._warn, position))
+        self._writers.append(self._loggers)
+        config = {**plain(self._user, str), **plain(self._options, str), "resumed_step": step, "world_size": now}
+        self._loggers.start(mask(config))
+
+    def _warn(self, position: Position, text: str) -> None:
+        say(f"warning: {text}")
+        self.tell("warning", position.step, text=text)
 
     def append_losses(self, losses: Sequence[StepLoss], start: int) -> None:
         """Adds rows to losses.csv. An error is kept in `error`, as by what follows."""
@@ -176,7 +185,7 @@ class RunFolder:
 
     def rewrite_metrics(self, history: Sequence[Row]) -> None:
         """Writes metrics.csv again: something was added to its last row. Raises OSError."""
-        for writer in self._writers[:1]:
+        for writer in self._writers[:1]:  # loggers have ended
             writer.add_row(history)
 
     def tell(self, kind: str, step: int, **facts: Any) -> None:
@@ -205,7 +214,7 @@ class RunFolder:
             CheckpointError: see CheckpointFolder.save.
         """
         with self._keeping_error():
-            for writer in self._writers:
+            for writer in self._writers[:1]:  # no logger keeps a checkpoint back
                 writer.flush()
         if self.error is not None:
             raise self.error
@@ -223,23 +232,23 @@ class RunFolder:
     def finish(self, how: str) -> None:
         """The run is over: "finished", or "stopped" early on request. Raises OSError."""
         self._end(how)
-        for writer in self._writers:
-            writer.close()
         self.draw()
+        self._loggers.end(how)
         self._let_go()
         status.tell(out="")
 
     def _record_end(self, error: BaseException | None) -> None:
         """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
+        how, text = "error", ""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            how, error = "left", None
+        elif isinstance(error, Suspended):
+            how, text, error = "suspended", str(error), None
+        elif isinstance(error, KeyboardInterrupt):
+            how, text, error = "left", "Ctrl-C", None
         with contextlib.suppress(OSError, PhotinusError):
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                self._end("left")
-            elif isinstance(error, Suspended):
-                self._end("suspended", str(error))
-            elif isinstance(error, KeyboardInterrupt):
-                self._end("left", "Ctrl-C")
-            else:
-                self._end("error", error=error)
+            self._end(how, text, error)
+        self._loggers.end(how)
 
     def _end(self, how: str, text: str = "", error: BaseException | None = None) -> None:
         """Record once how the run ended: "finished", "stopped", "suspended", "left" by its script, or by an error.
@@ -265,7 +274,8 @@ class RunFolder:
         if not self._writers or not self._reporting.curves or (if_missing and (self._folder / PICTURE).exists()):
             return
         try:
-            draw_curves(self._folder)
+            if picture := draw_curves(self._folder):
+                self._loggers.call("picture", "curves", picture)
         except Exception as error:  # noqa: BLE001 - a warning, and no reason to fail a run that is done
             warnings.warn(f"{PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 

@@ -6,7 +6,7 @@ Saving and Reporting are what users choose of it as values of their own, which r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from ...parallel.exchange.agreement import JSON
 from ..checkpoint.position import Length
 from ..data.arguments import check_all, refuse_if, whole_number
 from .config import user_options
+from .loggers import Logger
 from .settings import show
 
 _ORDER = ("batch_size", "seed", "samples", "shuffle")  # of these the rest of an epoch follows: another repeats or skips
@@ -63,22 +64,31 @@ class Reporting:
     Args:
         progress: show a progress bar, and a line per epoch. Default: True.
         curves: draw `curves.png` in `out` at the end. Default: True.
-        tensorboard: also write event files for TensorBoard, in `tensorboard/` of `out`. Default: False.
+        loggers: also send the numbers to `photinus.TensorBoard()`, `photinus.Wandb(...)`, `photinus.MLflow(...)`, or to
+            objects of yours with a method `log(step, row)`: `row` has numbers by name. If they have them,
+            `start(config)`, `picture(name, path)` and `end(status)` are called too; the status is "finished",
+            "stopped", "suspended", "left" or "error". Only rank 0 calls loggers, each in a thread of its own. If one
+            raises an error, or takes longer than 60 s for one call, a line names it, and the run continues without it.
+            Except in `start`, it must not draw from the global random generators. Default: none.
         config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
 
     Raises:
-        TypeError: one is neither True nor False; `config` is something else.
+        TypeError: `progress` or `curves` is neither True nor False; `loggers` or `config` is something else.
     """
 
     progress: bool = True
     curves: bool = True
-    tensorboard: bool = False
+    loggers: Sequence[Logger] = ()
     config: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("progress", "curves", "tensorboard"):
+        for name in ("progress", "curves"):
             value = getattr(self, name)
             refuse_if(not isinstance(value, bool), TypeError(f"{name} needs True or False, not {value!r}"))
+        loggers: Any = self.loggers if isinstance(self.loggers, Sequence) else [None]
+        wrong = [each for each in loggers if isinstance(each, type) or not callable(getattr(each, "log", None))]
+        needed = "needs a list of objects with log(step, row), such as [photinus.TensorBoard()]"
+        refuse_if(bool(wrong), TypeError(f"loggers={self.loggers!r}: {needed}"))
         user_options(self.config)
 
 
@@ -96,13 +106,13 @@ def check_options(**options: Any) -> None:
     every, report = options["validate_every_steps"], options["report"]
     needs = {name: f"{name}={options[name]!r}: needs {text}" for name, (_, text) in _KINDS.items()}
     wrong = [name for name, (kind, _) in _KINDS.items() if not isinstance(options[name], (kind, type(None)))]
-    folder = "tensorboard=True writes event files into the run's folder: give out=..., too"
+    folder = "loggers=[...] need the run's folder, for the id of the run or its files: give out=..., too"
     check_all(
         partial(Length, options["epochs"], options["steps"]),
         partial(whole_number, "accumulate", options["accumulate"], least=1),
         partial(whole_number, "validate_every_steps", 1 if every is None else every, least=1),
         *(partial(refuse_if, True, TypeError(needs[name])) for name in wrong),
-        partial(refuse_if, getattr(report, "tensorboard", False) and options["out"] is None, ValueError(folder)),
+        partial(refuse_if, getattr(report, "loggers", ()) and options["out"] is None, ValueError(folder)),
     )
 
 
