@@ -45,8 +45,8 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3502,
-    "cli": 1744,
-    "compat": 728,
+    "cli": 1745,
+    "compat": 830,
     "job": 3317,
     "parallel": 7033,
     "run": 4350,
@@ -54,7 +54,7 @@ BUDGET = {
     "templates": 340,
     "tools": 2993,
     "top": 1685,
-    "trainer": 9475,
+    "trainer": 9482,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

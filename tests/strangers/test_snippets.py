@@ -16,9 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from photinus import env
 from photinus.cli.main import main
+from photinus.trainer import CheckpointFolder
 from tests.fork_server import REPOSITORY
 from tests.made_run import write_run
 from tests.strangers.documents import PAGES, Block, blocks, commands
@@ -28,6 +30,9 @@ ENGINE = "docs/engine.md: import multiprocessing"
 
 # What a fragment's program has made before, beside what every one gets: model, optimizer, loss_fn, train_set.
 GIVEN = {
+    "docs/how-to/export.md: from safetensors.torch import load_file": (
+        "import safetensors.torch; safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
+    ),
     "docs/tutorial/first-run.md: import sys": "import sys; sys.argv = ['train.py', 'runs/one']",
     'docs/how-to/backend.md: torch.distributed.init_process_group("photinus")': (
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')"
@@ -173,6 +178,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         config["options"].update(out=f"runs/{name}", resume="auto")
         config["starts"][-1]["folder"] = str(tmp_path)
         (run / "config.json").write_text(json.dumps(config))
+    weights = {"weight": torch.ones(3)}
+    state = {"model": weights, "ema": {"n_averaged": torch.tensor(1), "module.weight": torch.ones(3)}}
+    checkpoints = CheckpointFolder(tmp_path / "runs" / "digits" / "checkpoints", best="accuracy")
+    checkpoints.save(1, {**state, "run": {"save_best": "accuracy"}}, description={}, metric=0.5)
     monkeypatch.chdir(tmp_path)
     for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", env.LAUNCH.name):  # put back: a launch in this process changes them
         monkeypatch.setenv(name, "1")

@@ -87,6 +87,11 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("report run -o runs", "that is a folder; give a file"),
         ("report runs", "there is no run in runs"),
         ("report ~nobody-of-that-name/run", "there is no such folder"),
+        ("export run", "needs -o FILE.safetensors, not ''."),
+        ("export -o x.safetensors", "the following arguments are required: RUN"),
+        ("export run -o x.safetensors --dtype float61", "needs float32, float16 or bfloat16. Did you mean float16?"),
+        ("export run -o x.safetensors", "run has no manifest"),
+        ("export no/such -o x.safetensors", "there is no such folder"),
         ("completion bsh", "Did you mean bash?"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.fork_server import REPOSITORY
 PACKAGE = REPOSITORY / "src" / "photinus"
 _EXTRA = re.compile(r"extra == ['\"](\w+)['\"]")
 # Of an extra, imported where it is asked for, with an error that says so; and what torch itself brings.
-ELSEWHERE = {"mlflow", "ray", "tensorboard", "typing_extensions", "wandb"}
+ELSEWHERE = {"mlflow", "ray", "safetensors", "tensorboard", "typing_extensions", "wandb"}
 
 
 def required(extra: str | None = None) -> set[str]:

@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": ("photinus.tools.bench.measure", "measure collectives over each backend, and what limits them"),
     "top": ("photinus.tools.view.top", "show a run while it trains: progress, loss, where the time goes"),
     "report": ("photinus.tools.view.report", "write one HTML page about a run, or several to compare"),
+    "export": ("photinus.compat.export", "write a run's weights as a safetensors file"),
     "completion": ("photinus.cli.completion", "shell completion for bash, zsh or fish"),
 }
 

@@ -336,15 +336,21 @@ class CheckpointFolder:
         return None
 
 
-def find_checkpoint(path: Path, *, best: str | None = None, step: int | None = None) -> Checkpoint:
+def find_checkpoint(path: Path, *, best: Any = None, step: int | None = None) -> Checkpoint:
     """The checkpoint at `path`; of a run's folder, or a folder of checkpoints, the newest, the best or that of a step.
 
     Args:
-        best: name of the metric, as a `Loop` was given it: "accuracy", or "-loss" where the lowest is best.
+        best: name of the metric, as a `Loop` was given it: "accuracy", or "-loss" where the lowest is best; True for
+            the one that the newest checkpoint's loop was given.
 
     Raises:
         CheckpointError: nothing is there, nothing usable, or not the one that is asked for.
     """
+    if best is True:
+        newest = find_checkpoint(path)
+        best = newest.load(only=["run"])["run"]["save_best"] if "run" in newest.entries else None
+        if best is None:
+            raise CheckpointError(f"{path} has no best checkpoint: its run needed save=photinus.Saving(best=...)")
     inside = path / CHECKPOINTS
     folder = CheckpointFolder(inside if inside.is_dir() else path, best=best)
     # Users give what they have: a run, its folder of checkpoints, or one of these.

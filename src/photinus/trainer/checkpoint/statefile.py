@@ -71,11 +71,12 @@ def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **
 
         saved = photinus.load("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches)
         epoch = saved["epoch"]
-        photinus.load("runs/x", model=model, best="accuracy")
+        photinus.load("runs/x", model=model, best=True)
 
     Args:
         path: a file, a run's folder, or a checkpoint in it. Ranks that cannot see it get it from rank 0.
-        best: in a run's folder, load the checkpoint with the highest metric of this name ("-loss": the lowest).
+        best: in a run's folder, load the best checkpoint: True for the metric of the run's `Saving(best=...)`, or the
+            name of a metric ("-loss": the lowest is best).
         step: in a run's folder: load the checkpoint of this step.
         objects: objects with load_state_dict, by the names under which they were saved. Optimizers and schedulers get
             the saved options, as in torch. (A Loop keeps options that the script changed.)
