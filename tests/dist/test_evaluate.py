@@ -23,6 +23,29 @@ def counted(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.ones(len(targets))
 
 
+class Order:
+    """A metric that depends on the order of the samples, as sums of floats do, and tells how many it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = [-1.0]  # to be forgotten
+
+    def reset(self) -> None:
+        self.seen = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen += losses(outputs, targets).tolist()
+
+    def compute(self) -> dict[str, Any]:
+        return {"seen": len(self.seen), "values": self.seen}
+
+
+class Mean(Order):
+    """The same as a tensor."""
+
+    def compute(self) -> Any:
+        return torch.tensor(self.seen).mean()
+
+
 def measure() -> dict[str, Any]:
     """What must be the same, bit by bit, at every world size."""
     torch.set_num_threads(1)
@@ -34,6 +57,8 @@ def measure() -> dict[str, Any]:
         f"blocks of {block}": photinus.evaluate(model, points(SAMPLES), metrics, batch_size=block)
         for block in (4, 16, 64)
     }
+    found["object"] = photinus.evaluate(model, points(SAMPLES), {"order": Order(), "loss": losses}, batch_size=8)
+    found["tensor"] = photinus.evaluate(model, points(SAMPLES), Mean(), batch_size=8)
     found["few"] = photinus.evaluate(model, points(2), right)  # fewer samples than ranks
     return found
 
@@ -54,8 +79,13 @@ def _fail(rank: int) -> dict[str, str]:
             raise ZeroDivisionError("in the metric")
         return right(outputs, targets)
 
+    class Broken(Order):
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            raise ZeroDivisionError("in update")
+
     cases: tuple[tuple[str, Any, Any, int], ...] = (
         ("metric", points(40), metric, 8),
+        ("update", points(40), Broken(), 8),
         ("length", points(40 + rank), right, 8),
         ("block", points(40), right, 8 + rank),
         ("names", points(40), {"right": right, f"by rank {rank}": right}, 8),
@@ -99,11 +129,14 @@ def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
     with photinus.init("gloo", "cpu"):
         alone = measure()
     assert alone["blocks of 4"]["counted"] == 1.0
+    assert alone["object"]["order"]["seen"] == SAMPLES
+    assert isinstance(alone["tensor"], float)
     results = values(run_ranks("tests.dist.test_evaluate:on_ranks", world_size=3, backend="photinus"))
     for rank, found in enumerate(results):
         assert found["measured"] == alone
         told = found["failed"]
         assert ("ZeroDivisionError: in the metric" if rank == 1 else "evaluate failed on rank 1") in told["metric"]
+        assert ("ZeroDivisionError: in update" if rank == 0 else "evaluate failed on rank 0") in told["update"]
         different = "ValueError: the ranks were given different things to evaluate: "
         assert told["length"].startswith(f"{different}samples=40 on rank 0, 41 on rank 1")
         assert told["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")

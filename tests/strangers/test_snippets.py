@@ -56,6 +56,7 @@ LEFT = ["runs/one/metrics.csv", "last.pt", "runs/x/tensorboard"]
 
 ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "docs/how-to/streams.md: from datasets import load_dataset": "needs datasets: tests/dist/test_streams.py",
+    "docs/how-to/evaluate.md: import torchmetrics": "needs torchmetrics: tests/interop/test_torchmetrics.py",
     "docs/how-to/ray.md: trainer = TorchTrainer(": "a part of a script: tests/interop/test_scripts.py",
     'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
         "needs the extra interop: tests/interop/test_scripts.py"

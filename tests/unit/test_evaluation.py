@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import photinus
-from photinus.trainer.evaluation import _batches_of, _blocks_of, _exact_sum
+from photinus.trainer.evaluation import _exact_sum
+from photinus.trainer.forwards import batches_of, blocks_of
 from photinus.training_process import waiting_time
 from tests.small_run import Net, points, right
 
@@ -27,7 +28,7 @@ def world() -> Iterator[Any]:
 
 @given(st.integers(1, 9), st.integers(0, 200), st.integers(1, 40))
 def test_every_sample_is_in_exactly_one_block_of_one_rank(world_size: int, total: int, block: int) -> None:
-    shares = [_blocks_of(rank, world_size, total, block) for rank in range(world_size)]
+    shares = [blocks_of(rank, world_size, total, block) for rank in range(world_size)]
     assert sorted(itertools.chain(*shares)) == list(range(total))
 
 
@@ -35,7 +36,7 @@ def test_every_sample_is_in_exactly_one_block_of_one_rank(world_size: int, total
 def test_every_rank_computes_blocks_of_a_single_process(world_size: int, total: int, block: int) -> None:
     whole = [tuple(range(start, min(start + block, total))) for start in range(0, total, block)]
     for rank in range(world_size):
-        share = _blocks_of(rank, world_size, total, block)
+        share = blocks_of(rank, world_size, total, block)
         assert all(tuple(share[i : i + block]) in whole for i in range(0, len(share), block))
 
 
@@ -178,9 +179,9 @@ def test_what_is_drawn_for_a_sample_does_not_depend_on_the_rank_that_loads_it(wo
     def drawn(world_size: int) -> dict[int, float]:
         found = {}
         for rank in range(world_size):
-            mine = _blocks_of(rank, world_size, 8, 2)
+            mine = blocks_of(rank, world_size, 8, 2)
             drawn = photinus.loader(Drawn(), batch_size=2, train=False, seed=0, place=(0, 1))
-            values = torch.cat([batch.data for batch in _batches_of(drawn, mine)])
+            values = torch.cat([batch.data for batch in batches_of(drawn, mine)])
             found |= dict(zip(mine, values.tolist(), strict=True))
         return found
 

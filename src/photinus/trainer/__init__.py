@@ -8,6 +8,7 @@ backwards    which gradients a loop made: a step on others is an error; and back
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    the losses of torch, and users', as means with a weight
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
+forwards     blocks of a data set, each computed once, by one rank
 evaluation   validation on all ranks, every sample exactly once
 prediction   a model's outputs for a data set, in its order
 loop         one iterator over epochs and batches that owns position, checkpoint and resume

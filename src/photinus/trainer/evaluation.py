@@ -1,15 +1,14 @@
 """Validation on all ranks, every sample exactly once, and the same value at every world size.
 
-The data set is cut into blocks of `batch_size` samples, and block b is computed by rank b mod world size. The blocks
-are those of a single process, so each sample's value has the same bits whoever computes it. Every rank adds its
-values exactly (Shewchuk's algorithm, Python's `math.fsum`) and hands on the sum as two float64 numbers, whose sum
-over the ranks is again exact: the mean does not depend on how the samples were spread. What all ranks must have
-alike is compared first; the values are exchanged once, at the end, so ranks may have different numbers of blocks.
+Each sample's value has the same bits on every rank (see forwards.py). Every rank adds its values exactly (Shewchuk's
+algorithm, Python's `math.fsum`) and sends the sum as two float64 numbers, whose sum over the ranks is again exact: the
+mean does not depend on how the samples were spread. The values are exchanged once, at the end.
 
 | world size W, n samples, block B | per rank |
 |---|---|
 | forwards | ceil(ceil(n / B) / W) at most |
 | exchanged | 4 * metrics float64 values gathered, once (before: what is evaluated, compared; the model's buffers) |
+| for metrics that are objects | outputs and targets of each block, to rank 0 |
 
 Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates,
 Discrete & Computational Geometry 18 (1997).
@@ -19,29 +18,44 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, Protocol, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from ..errors import CollectiveError, PhotinusError
-from ..parallel import strategy_of
 from ..parallel.exchange.agreement import check_alike, gather_per_rank, together
-from ..parallel.exchange.broadcast import broadcast_tensors
-from ..parallel.exchange.collectives import resolve_group
+from ..parallel.exchange.tensors import move_tensors
 from ..training_process import waiting_time
-from .checkpoint.states import unwrap
-from .data.arguments import explains_unknown, whole_number
-from .data.loader import Batch, Loader, loader
-from .data.sampler import ShardedOnce
+from .data.arguments import explains_unknown
+from .data.loader import Batch
+from .forwards import Data, Forwards
 from .objective import Objective, sum_and_weight
 from .session.session import Session, require_session
-from .session.wrapping import exchanges_gradients
 
-Data = Dataset[Any] | DataLoader[Any] | Loader
-Metric = Callable[[Tensor, Tensor], Any]  # outputs [n, ...], targets [n, ...] -> values [n], or (sum, weight)
+_CPU = torch.device("cpu")
+_DISTRIBUTED = "distributed_available_fn"  # torchmetrics' own
+
+
+class MetricObject(Protocol):
+    """A metric that sees the whole data set, such as those of torchmetrics."""
+
+    def update(self, outputs: Any, targets: Any, /) -> Any:
+        """Take the next batch."""
+
+    def compute(self) -> Any:
+        """Return the value."""
+
+    def reset(self) -> Any:
+        """Forget what it took."""
+
+
+# outputs [n, ...], targets [n, ...] -> values [n], or (sum, weight)
+Metric = Callable[[Tensor, Tensor], Any] | MetricObject
 Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
 
 
@@ -85,14 +99,17 @@ def evaluate(
         dataset: map-style data set of pairs (input, target), or of anything else if `forward` is given. Or torch's
             DataLoader, or a `photinus.loader`, whose collate_fn and workers are used.
         metric: function metric(outputs, targets) that returns one value per sample, shape [n], or (sum, weight) of the
-            batch; or a dict of them.
+            batch. Or an object with update(outputs, targets), compute() and reset(), as torchmetrics' are: rank 0
+            updates it with each batch in the order of the data set, so it computes what one process would. Or a dict
+            of them.
         batch_size: samples of one forward on one rank. Default: the DataLoader's (of a `photinus.loader`: its part on
             one rank), else 64.
         forward: function forward(model, batch) that returns (outputs, targets). Default: a batch is (inputs, targets).
 
     Returns:
         The mean over all samples as a float; for a dict of metrics, a dict of means. Of (sum, weight) it is the sum of
-        all sums by the sum of all weights, nan if that is 0.
+        all sums by the sum of all weights, nan if that is 0. Of an object it is what compute() returns, as a float if
+        that is one number; equal on all ranks.
 
     Raises:
         ValueError: the data set is empty; a metric does not return one value per sample; or the names of the metrics,
@@ -104,47 +121,51 @@ def evaluate(
     metrics: dict[str, Any] = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
     started, waited_ns = time.perf_counter(), waiting_time.total_ns
     with together("preparing to evaluate"):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, but evaluate needs a torch.nn.Module")
         if not metrics:
             raise ValueError("evaluate was given no metric")
         check_functions({f"metric {name!r}": function for name, function in metrics.items()})
-        size = whole_number("batch_size", _default_size(dataset) if batch_size is None else batch_size, least=1)
-        batches = loader(dataset, batch_size=size, train=False, seed=0, device=session.device, place=(0, 1))
-        total = batches.samples
-        if total == 0:
-            raise ValueError(f"the data set ({type(batches.dataset).__name__}) to evaluate on is empty")
+        forwards = Forwards("evaluate", session, model, dataset, batch_size)
     names = sorted(metrics, key=str)  # whatever order this rank's dict has
-    alike: dict[str, Any] = {"metrics": [*map(str, names)], "batch_size": size, "samples": total}
+    objects = {name: metrics[name] for name in names if is_metric_object(metrics[name])}
+    alike: dict[str, Any] = {"metrics": [*map(str, names)], "objects": [*map(str, objects)]}
+    alike |= {"batch_size": forwards.batch_size, "samples": forwards.samples}
     check_alike(alike, "the ranks were given different things to evaluate")
-    _take_buffers_of_main(model, session)
-    error: Exception | None = None
-    parts: list[float] = []
-    try:
-        values = _values_of_this_rank(
-            unwrap(model),
-            batches,
-            metrics,
-            _blocks_of(session.rank, session.world_size, total, size),
-            _idle_block(model, session, total, size),
-            forward or _forward_pair,
-        )
-        parts = [part for name in names for each in values[name] for part in _exact_sum(each)]
-    except CollectiveError:  # in a forward that exchanges: the other ranks know already, and do not wait to be told
-        raise
-    except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks have been told
-        error = caught
-    means = dict(zip(names, _means(parts, session, error), strict=True))
+    sums = {name: _Sums(name, metrics[name]) for name in names if name not in objects}
+
+    def compute(model: nn.Module, batch: Batch) -> Any:
+        outputs, targets = (forward or _forward_pair)(model, batch.data)
+        for each in sums.values():
+            each.add(outputs, targets, batch.samples)
+        return move_tensors((outputs, targets), _CPU, blocking=True) if objects else None
+
+    def update(pair: Any) -> None:
+        outputs, targets = move_tensors(pair, session.device)
+        for each in objects.values():
+            each.update(outputs, targets)
+
+    for each in objects.values() if session.is_main else ():
+        forwards.attempt(partial(_begin, each, session.device))
+    with closing(forwards.rounds(compute)) as rounds:
+        for pair in rounds:
+            if objects:
+                forwards.share(pair, update)
+    # torchmetrics would add up what all ranks have, and rank 0 has seen all.
+    with alone(objects.values()):
+        values = {name: forwards.attempt(each.compute) for name, each in objects.items() if session.is_main}
+    parts = [part for each in sums.values() for part in each.parts()] if forwards.error is None else []
+    means = _means([0.0, *parts], session, forwards.error)
+    found: dict[str, Any] = dict(zip(sums, means, strict=True))
+    if objects:
+        found |= _from_main({name: _plain(value) for name, value in values.items()}, session)
     session.aside_s += time.perf_counter() - started
     waiting_time.total_ns = waited_ns  # no part of a training step
-    return {name: means[name] for name in metrics} if isinstance(metric, Mapping) else means["metric"]
+    return {name: found[name] for name in metrics} if isinstance(metric, Mapping) else found["metric"]
 
 
-def _default_size(dataset: Data) -> int:
-    if isinstance(dataset, Loader):
-        return -(-dataset.batch_size // dataset.shares.world_size)
-    # A DistributedSampler does not change it: it is that of one forward.
-    return (isinstance(dataset, DataLoader) and dataset.batch_size) or 64
+def is_metric_object(metric: object) -> bool:
+    """Return whether a metric is an object with update, compute and reset, as torchmetrics' are."""
+    names = ("update", "compute", "reset")
+    return not isinstance(metric, type) and all(callable(getattr(metric, name, None)) for name in names)
 
 
 def check_functions(functions: Mapping[str, Any]) -> None:
@@ -152,74 +173,78 @@ def check_functions(functions: Mapping[str, Any]) -> None:
     for name, function in functions.items():
         if isinstance(function, type):
             raise TypeError(f"{name} is the class {function.__name__}; give an object of it: {function.__name__}()")
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}, but a function (outputs, targets) is needed")
+        if not callable(function) and not is_metric_object(function):
+            raise TypeError(
+                f"{name} is a {type(function).__name__}, but a function (outputs, targets) is needed, or an object "
+                f"with update, compute and reset"
+            )
 
 
-def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:
-    """The samples of rank `rank`: every world_size-th block, in order; only the last may be short."""
-    starts = range(rank * block, total, world_size * block)
-    return [index for start in starts for index in range(start, min(start + block, total))]
+class _Sums:
+    """A metric's values of this rank's samples, and their weights."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self._name, self._function = name, function
+        self._values: list[Tensor] = []
+        self._weights: list[Any] = []
+
+    def add(self, outputs: Any, targets: Any, samples: int) -> None:
+        """Add a batch."""
+        is_loss = isinstance(self._function, Objective)
+        value = self._function.sums(outputs, targets, samples) if is_loss else self._function(outputs, targets)
+        weight: Any = samples
+        if is_sum := isinstance(value, tuple):
+            value, weight = sum_and_weight(f"metric {self._name!r}", value)
+        values = value.reshape(1) if is_sum else torch.as_tensor(value)
+        if not is_sum and values.shape != (samples,):
+            raise ValueError(
+                f"metric {self._name!r} gave shape {list(values.shape)} for {samples} samples, but [{samples}] is "
+                f"needed: one value per sample, so that the mean over all samples is exact (for a loss: "
+                f'reduction="none")'
+            )
+        if values.is_complex():
+            raise ValueError(f"metric {self._name!r} gave {values.dtype} values, but real numbers are needed")
+        self._values.append(values.detach().double())
+        self._weights.append(weight)
+
+    def parts(self) -> list[float]:
+        """Return the sums of the values and of the weights, each in two numbers."""
+        values = torch.cat(self._values).cpu().tolist() if self._values else []
+        return [*_exact_sum(values), *_exact_sum([float(each) for each in self._weights])]
 
 
-def _idle_block(model: nn.Module, session: Session, total: int, block: int) -> list[int]:
-    """Samples for one more forward, whose values do not count: where each forward exchanges (a model that is split over
-    the ranks), the ranks that have a block less than rank 0 take part in its last forward by one of their own."""
-    most, own = (len(range(rank * block, total, session.world_size * block)) for rank in (0, session.rank))
-    return list(range(min(block, total))) if strategy_of(model).forward_exchanges and own < most else []
+def _begin(metric: Any, device: torch.device) -> None:
+    metric.reset()
+    if isinstance(metric, nn.Module):
+        metric.to(device)
 
 
-def _values_of_this_rank(
-    model: nn.Module,
-    batches: Loader,
-    metrics: Mapping[str, Any],
-    mine: list[int],
-    idle: list[int],
-    forward: Forward,
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Each metric's value for each of the samples `mine`."""
-    found: dict[str, tuple[list[Tensor], list[Any]]] = {name: ([], []) for name in metrics}
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+@contextmanager
+def alone(metrics: Iterable[Any]) -> Iterator[None]:
+    """Let torchmetrics' objects compute without the other ranks, which they would wait for."""
+    inner = [each for metric in metrics if isinstance(metric, nn.Module) for each in metric.modules()]
+    found = [(each, vars(each)[_DISTRIBUTED]) for each in inner if _DISTRIBUTED in vars(each)]
+    for each, _ in found:
+        setattr(each, _DISTRIBUTED, lambda: False)
     try:
-        with torch.no_grad():
-            for batch in _batches_of(batches, mine):
-                outputs, targets = forward(model, batch.data)
-                for name, function in metrics.items():
-                    is_loss = isinstance(function, Objective)
-                    value = function.sums(outputs, targets, batch.samples) if is_loss else function(outputs, targets)
-                    weight: Any = batch.samples
-                    if is_sum := isinstance(value, tuple):
-                        value, weight = sum_and_weight(f"metric {name!r}", value)
-                    values = value.reshape(1) if is_sum else torch.as_tensor(value)
-                    if not is_sum and values.shape != (batch.samples,):
-                        raise ValueError(
-                            f"metric {name!r} gave shape {list(values.shape)} for {batch.samples} samples, but "
-                            f"[{batch.samples}] is needed: one value per sample, so that the mean over all samples is "
-                            f'exact (for a loss: reduction="none")'
-                        )
-                    if values.is_complex():
-                        raise ValueError(f"metric {name!r} gave {values.dtype} values, but real numbers are needed")
-                    found[name][0].append(values.detach().double())
-                    found[name][1].append(weight)
-            for batch in _batches_of(batches, idle):
-                forward(model, batch.data)
+        yield
     finally:
-        for module, training in modes.items():
-            module.training = training
-    return {
-        name: (torch.cat(values).cpu().tolist() if values else [], [float(each) for each in weights])
-        for name, (values, weights) in found.items()
-    }
+        for each, value in found:
+            setattr(each, _DISTRIBUTED, value)
 
 
-def _batches_of(batches: Loader, samples: list[int]) -> Iterator[Batch]:
-    if not samples:
-        return iter(())
-    batches.shares = ShardedOnce(len(samples), batches.batch_size)
-    # Under their own numbers: what is drawn while one is loaded depends on the sample, not on the rank that loads it.
-    batches.shares.indices = samples
-    return batches.epoch(0)
+def _from_main(values: dict[str, Any], session: Session) -> dict[str, Any]:
+    """Return rank 0's values on all ranks."""
+    shared = [values]
+    if session.world_size > 1:
+        dist.broadcast_object_list(shared, 0)
+    return shared[0]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number for a tensor of one; other tensors on the CPU."""
+    value = move_tensors(value, _CPU, blocking=True)
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() else value
 
 
 def pair_of(batch: Any, who: str, advice: str) -> tuple[Any, Any]:
@@ -265,19 +290,5 @@ def _means(mine: list[float], session: Session, error: Exception | None) -> list
                 f"evaluate failed on rank {rank} ({session.hosts[rank]}); see the error of that rank. "
                 f"This is rank {session.rank}, which had no error."
             )
-    sums = [_sum(each[i + j] for each in gathered for j in (0, 1)) for i in range(0, len(mine), 2)]
+    sums = [_sum(each[i + j] for each in gathered for j in (0, 1)) for i in range(1, len(mine), 2)]
     return [total / weight if weight else math.nan for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-
-
-def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
-    """Gives every rank rank 0's buffers (BatchNorm's running statistics), so that all evaluate one model.
-
-    Without SyncBatchNorm they differ between the ranks. DDP does the same before each forward that trains, so this
-    changes nothing for training; a model that asked DDP not to (broadcast_buffers=False) keeps its own, as do the
-    buffers that DDP was told to ignore.
-    """
-    if session.world_size == 1 or not exchanges_gradients(model) or not getattr(model, "broadcast_buffers", True):
-        return
-    ignored: Collection[str] = getattr(model, "parameters_to_ignore", ())
-    buffers = [buffer for name, buffer in unwrap(model).named_buffers() if name not in ignored]
-    broadcast_tensors(buffers, resolve_group(None), session.device)

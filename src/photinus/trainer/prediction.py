@@ -1,31 +1,26 @@
-"""A model's outputs for a data set, computed by all ranks together, in the order of the data set.
+"""A model's outputs for a data set, computed by all ranks together, in the order of the data set and with its bits.
 
-The blocks are those of `evaluate`: block b is computed by rank b mod world size, in the same forward as in one process,
-so the outputs have the same bits at every world size. After each round of blocks they travel, and no rank holds more
-than it was asked for.
+After each round of blocks (see forwards.py) they travel, so no rank holds more than it was asked for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import CollectiveError
 from ..parallel.exchange.agreement import check_alike, together
 from .checkpoint.durable import DurableFile, replacing
-from .checkpoint.states import unwrap
-from .data.arguments import explains_unknown, whole_number
-from .data.loader import Batch, loader
-from .evaluation import Data, _batches_of, _blocks_of, _default_size, _idle_block, _take_buffers_of_main
-from .session.session import Session, require_session
+from .data.arguments import explains_unknown
+from .data.loader import Batch
+from .forwards import Data, Forwards
+from .session.session import require_session
 
 Outputs = Any
 """A tensor, or a tuple, list or dict of them, each with a row per sample."""
@@ -67,73 +62,34 @@ def predict(
     """
     session = require_session("photinus.predict")
     with together("preparing to predict"):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}, but predict needs a torch.nn.Module")
+        forwards = Forwards("predict", session, model, dataset, batch_size)
         if out is not None and on_all_ranks:
             raise ValueError("out= and on_all_ranks=True exclude each other: the file is the result")
-        size = whole_number("batch_size", _default_size(dataset) if batch_size is None else batch_size, least=1)
-        batches = loader(dataset, batch_size=size, train=False, seed=0, device=session.device, place=(0, 1))
-        total = batches.samples
-        if total == 0:
-            raise ValueError(f"the data set ({type(batches.dataset).__name__}) to predict for is empty")
         path = None if out is None else Path(out)
         if path is not None and session.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise ValueError(f"out={str(path)!r} is a folder, but a file is needed")
-    alike: dict[str, Any] = {"batch_size": size, "samples": total}
+    alike: dict[str, Any] = {"batch_size": forwards.batch_size, "samples": forwards.samples}
     alike |= {"on_all_ranks": on_all_ranks, "out": path is not None}
     check_alike(alike, "the ranks were asked for different predictions")
-    _take_buffers_of_main(model, session)
-    mine, idle = _blocks_of(session.rank, session.world_size, total, size), _idle_block(model, session, total, size)
-    rounds = len(range(0, total, session.world_size * size))
     parts: list[Outputs] = []
 
     def compute(take: Callable[[Outputs], object]) -> None:
         run = forward or _forward
-        error: Exception | None = None
-        with _evaluating(model), torch.no_grad():
-            blocks = _batches_of(batches, mine)
-            for _ in range(rounds):
-                part = None
-                if error is None:
-                    try:
-                        block = next(blocks, None)
-                        part = None if block is None else _checked(run(unwrap(model), block.data), block)
-                        if block is None:
-                            for other in _batches_of(batches, idle):
-                                run(unwrap(model), other.data)
-                    except CollectiveError:
-                        raise
-                    except Exception as caught:  # noqa: BLE001 - raised below, after the rounds of the other ranks
-                        error = caught
-                for gathered in _gather(part, session, everywhere=on_all_ranks):
-                    if error is None and gathered is not None:
-                        try:
-                            take(gathered)
-                        except Exception as caught:  # noqa: BLE001 - as above
-                            error = caught
-        if error is not None:
-            raise error
+        with closing(forwards.rounds(lambda model, batch: _checked(run(model, batch.data), batch))) as rounds:
+            for part in rounds:
+                forwards.share(part, take, everywhere=on_all_ranks)
+        if forwards.error is not None:
+            raise forwards.error
 
     with together("predicting"):
         if path is None or not session.is_main:
             compute(parts.append)
         else:
             with replacing(path) as unfinished, DurableFile(unfinished) as file:
-                compute(_Rows(file, total).write)
+                compute(_Rows(file, forwards.samples).write)
     return _joined(parts) if parts else None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _forward(model: nn.Module, batch: Any) -> Outputs:
@@ -164,18 +120,6 @@ def _checked(outputs: Outputs, batch: Batch) -> Outputs:
         f"the model gave a {type(outputs).__name__}, but a tensor, or a tuple, list or dict of tensors is needed: give "
         f"forward=..., which takes (model, batch) and returns that"
     )
-
-
-def _gather(part: Outputs, session: Session, *, everywhere: bool) -> list[Outputs]:
-    """Return the ranks' parts in the order of ranks; [] on ranks that need none."""
-    if session.world_size == 1:
-        return [part]
-    parts: list[Outputs] = [None] * session.world_size
-    if everywhere:
-        dist.all_gather_object(parts, part)
-        return parts
-    dist.gather_object(part, parts if session.is_main else None)
-    return parts if session.is_main else []
 
 
 def _joined(parts: list[Outputs]) -> Outputs:

@@ -23,7 +23,8 @@ from ..words import hint
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if
 from .data.loader import loader
-from .evaluation import Data, Metric, check_functions, evaluate, pair_of
+from .evaluation import Metric, check_functions, evaluate, pair_of
+from .forwards import Data
 from .loop import Loop, measurements
 from .objective import Objective
 from .record.curves import PICTURE
