@@ -56,8 +56,8 @@ def test_each_pod_runs_one_launcher_that_knows_its_number_the_leader_and_the_sec
         pod_count = sum(count for count, _ in pods)
         assert (flags.spec.hosts.nnodes, flags.spec.hosts.node_rank) == ((pod_count, pod_count), 1)
         leader = f"{name}-master-0" if kind == "pytorchjob" else f"{name}-host-0-0.{name}"
-        assert flags.given["--master-addr"][1] == leader
-        assert flags.given["--master-port"][1] == str(container["ports"][0]["containerPort"])
+        assert flags.spellings["--master-addr"][1] == leader
+        assert flags.spellings["--master-port"][1] == str(container["ports"][0]["containerPort"])
         assert container["resources"]["limits"]["nvidia.com/gpu"] == flags.spec.nproc_per_node
         (variable,) = container["env"]
         assert (variable["name"], variable["valueFrom"]["secretKeyRef"]["key"]) == (env.JOB_SECRET.name,) * 2
