@@ -44,17 +44,17 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3502,
+    "backend": 3503,
     "cli": 1745,
     "compat": 830,
     "job": 3317,
-    "parallel": 7033,
+    "parallel": 7081,
     "run": 4350,
     "runlog": 1760,
     "templates": 340,
     "tools": 2993,
     "top": 1685,
-    "trainer": 9583,
+    "trainer": 9585,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

@@ -132,8 +132,8 @@ def evaluate(
     check_alike(alike, "the ranks were given different things to evaluate")
     sums = {name: _Sums(name, metrics[name]) for name in names if name not in objects}
 
-    def compute(model: nn.Module, batch: Batch) -> Any:
-        outputs, targets = (forward or _forward_pair)(model, batch.data)
+    def add(pair: Any, batch: Batch) -> Any:
+        outputs, targets = pair
         for each in sums.values():
             each.add(outputs, targets, batch.samples)
         return move_tensors((outputs, targets), _CPU, blocking=True) if objects else None
@@ -145,7 +145,7 @@ def evaluate(
 
     for each in objects.values() if session.is_main else ():
         forwards.attempt(partial(_begin, each, session.device))
-    with closing(forwards.rounds(compute)) as rounds:
+    with closing(forwards.rounds(forward or _forward_pair, add)) as rounds:
         for pair in rounds:
             if objects:
                 forwards.share(pair, update)

@@ -54,8 +54,10 @@ class Forwards:
             raise ValueError(f"the data set ({type(self._batches.dataset).__name__}) to {what} on is empty")
         self.error: Exception | None = None
 
-    def rounds(self, forward: Callable[[nn.Module, Batch], T]) -> Generator[T | None, None, None]:
-        """Yield what `forward` returns for this rank's block, once in each round; None without a block.
+    def rounds(
+        self, forward: Callable[[nn.Module, Any], Any], use: Callable[[Any, Batch], T]
+    ) -> Generator[T | None, None, None]:
+        """Yield `use(forward(model, batch.data), batch)` of this rank's block, in each round; None without a block.
 
         The model is unwrapped, in eval mode and without gradients.
         """
@@ -66,10 +68,11 @@ class Forwards:
 
         def compute(start: int) -> T | None:
             if start < self.samples:
-                return forward(model, next(mine))
+                batch = next(mine)
+                return use(forward(model, batch.data), batch)
             # It takes part in the other ranks' forward by one of its own, whose values do not count.
             for batch in batches_of(self._batches, list(range(min(size, self.samples)))) if splits else ():
-                forward(model, batch)
+                forward(model, batch.data)
             return None
 
         modes = {module: module.training for module in model.modules()}

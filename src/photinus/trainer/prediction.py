@@ -76,8 +76,7 @@ def predict(
     parts: list[Outputs] = []
 
     def compute(take: Callable[[Outputs], object]) -> None:
-        run = forward or _forward
-        with closing(forwards.rounds(lambda model, batch: _checked(run(model, batch.data), batch))) as rounds:
+        with closing(forwards.rounds(forward or _forward, _checked)) as rounds:
             for part in rounds:
                 forwards.share(part, take, everywhere=on_all_ranks)
         if forwards.error is not None:

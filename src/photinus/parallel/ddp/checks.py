@@ -33,6 +33,15 @@ def one_device(parameters: Sequence[tuple[str, nn.Parameter]], module: nn.Module
             f"{_few(split)} split over the ranks already, as fully_shard and strategies zero2 and zero3 do. Wrap the "
             f"whole model once, by one of them."
         )
+    # Of a parameter the optimizer says so, too; a buffer would fail where it arrives, on all ranks but the first.
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    buffers = [(n, b) for n, b in module.named_buffers() if n not in ignored]
+    expanded = [n for n, b in buffers if any(b.stride(d) == 0 < b.size(d) - 1 for d in range(b.dim()))]
+    if expanded:
+        raise UnsuitableModelError(
+            f"{_few(expanded)} expanded: several elements have one place in memory, so other ranks' values cannot be "
+            f"written there. Register buffer.contiguous() instead."
+        )
     if not any(p.requires_grad for _, p in parameters):
         raise UnsuitableModelError(
             f"{type(module).__name__} has no parameter that requires grad ({len(parameters)} parameters), so there is "
@@ -159,7 +168,7 @@ def check_delayed(
         )
     if delayed is None or hooked is None:
         return frozenset(), None
-    names = {id(parameter): name for name, parameter in parameters}
+    names, delayed = {id(parameter): name for name, parameter in parameters}, list(delayed)
     strangers = [name for name, parameter in delayed if id(parameter) not in names]
     if strangers:
         raise UnsuitableModelError(

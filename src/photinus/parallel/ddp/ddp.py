@@ -330,8 +330,12 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             _, contributors = tell_ranks(self, joined=False)
             if not self._divide_by_initial_world_size:
                 self.reducer.average.contributors = contributors
-        # As in torch's class, a backward is exchanged or not by where its forward ran: inside no_sync or outside.
-        self.reducer.forward_syncs = self.require_backward_grad_sync
+        # As in torch's class, a backward is exchanged or not by where its forward ran: inside no_sync or outside. Of
+        # several forwards before it, one outside is enough (a teacher's forward in no_sync has no backward).
+        reducer = self.reducer
+        reducer.is_due = reducer.forward_syncs = self.require_backward_grad_sync or (
+            reducer.is_due and reducer.forward_syncs
+        )
         self.require_forward_param_sync = self.syncs
         if self.syncs:
             self.reducer.timeline.forward_began()

@@ -190,7 +190,7 @@ class BucketLauncher:
         for bucket in self.buckets:
             # All gradients count, those that never come too: `_count_absent` takes them off.
             bucket.pending = len(bucket.slots) + bucket.also_waits
-            bucket.work = None
+            bucket.work, bucket.skipped = None, False
             bucket.arriving.clear()
         if self.tail is not None:
             # Averages tell what one rank wrote only if all others have zeros there.

@@ -35,6 +35,7 @@ class Slot:
     absent: bool = False  # counted without a gradient
     arrivals: int = 0  # gradients that came in this round; several where reentrant checkpoints share the parameter
     touched: bool = False  # got a gradient since the last exchange, in no_sync or in this round
+    hook_key: int = 0  # of our hook among those of the parameter
 
 
 @dataclass(eq=False)

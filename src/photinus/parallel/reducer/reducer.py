@@ -28,8 +28,10 @@ lies, so that changes no result.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,7 @@ _COPIED_TOGETHER_BYTES = 32 * 1024
 """Smaller gradients, and on a GPU all, are copied with their bucket's others by one call. A larger one on the CPU is
 copied at once, while it is in the caches."""
 
+
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
 
@@ -69,6 +72,7 @@ class Reducer:
         sync_grad: the user's switch: False, and no backward is followed by an exchange until it is True again. The same
             on every rank.
         forward_syncs: whether the backward of the last forward is to be exchanged; a wrapper sets it at each forward.
+        is_due: whether no backward has followed a forward that is to be exchanged: one in `no_sync` changes nothing.
         rounds: backwards exchanged so far.
         timeline: when forwards, backwards and exchanges began and ended.
         after_exchange: called with each bucket when its averages have come, in order, during backward's end.
@@ -84,6 +88,7 @@ class Reducer:
         self.options = options
         self.sync_grad = True
         self.forward_syncs = True
+        self.is_due = False
         self.find_unused_parameters = options.find_unused_parameters
         self.rank = group.rank()
         self.world_size = group.size()
@@ -124,6 +129,8 @@ class Reducer:
         self._open = False  # a round is open
         self._tasks: list[int] = []  # the graph tasks (backwards, nested ones too) of the open round
         self._task = _NO_TASK  # the graph task that the last hook ran in
+        self._to_come: dict[int, Callable[[], None]] = {}  # gradients that users' hooks may change until backward's end
+        self._watched_leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._left_open = False  # a nested backward ended with the round incomplete
         self._closed_inside = False  # by a nested backward, since the last forward
         self._came_late: Slot | None = None  # brought the open round's first gradient, after that
@@ -188,8 +195,14 @@ class Reducer:
         tensor: Any
         for tensor in tensors_in(outputs):
             # A rank on which no parameter gets a gradient runs no hook of ours; its peers wait for it all the same.
-            if tensor.requires_grad:
-                tensor.register_hook(self._on_output_gradient)
+            if not tensor.requires_grad:
+                continue
+            if tensor.is_leaf:  # it outlives the graph, and needs one hook, not one for each forward
+                key = id(tensor)
+                if key in self._watched_leaves:
+                    continue
+                self._watched_leaves[key] = weakref.ref(tensor, partial(_forget, self._watched_leaves, key))
+            tensor.register_hook(self._on_output_gradient)
 
     def begin_forward(self) -> None:
         """To be called before a forward: closes the round of a backward that was interrupted by an exception.
@@ -319,7 +332,9 @@ class Reducer:
             keep_freed_memory(PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
+            register(id).remove()  # now there is a dict of hooks
             self._handles.append(register(self._make_hook(slot)))
+            slot.hook_key = self._handles[-1].id
 
     # ---- step 1 and 2: during backward
 
@@ -333,11 +348,19 @@ class Reducer:
         simple = static is None and self.options.last_after != slot.index
         together = self.device.type != "cpu" or slot.parameter.nbytes <= _COPIED_TOGETHER_BYTES
         streams = self._streams
+        hooks: dict[int, Any] = cast(Any, slot.parameter)._post_accumulate_grad_hooks
 
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if current_task() != self._task:
+        def on_gradient(parameter: torch.Tensor, *, at_end: bool = False) -> None:
+            if not at_end and current_task() != self._task:
                 self._enter_task(slot)
             slot.touched = True
+            if next(reversed(hooks)) != slot.hook_key and self._open and not at_end:
+                # A hook of the user's that came after ours may change this gradient yet. From the next round on it
+                # comes before ours, as with torch's class.
+                self._to_come[slot.index] = partial(on_gradient, parameter, at_end=True)
+                return
+            if at_end:
+                hooks[slot.hook_key] = hooks.pop(slot.hook_key)
             if streams is not None and self._open and streams.another():
                 # A launch would order the exchange behind this stream alone; at the end of backward all have met.
                 self._launcher.wait_for_end()
@@ -458,7 +481,7 @@ class Reducer:
         if self.static_graph is not None and self.static_graph.learned:
             self.static_graph.completes(slot)  # raises: one more than there were
         # The ranks have read the bucket, so this gradient would be missing from the average.
-        if slot.bucket is not None and slot.bucket.work is not None:
+        if slot.bucket is not None and (slot.bucket.work is not None or slot.bucket.skipped):
             raise self._second_arrival(slot)
         if self.static_graph is not None:
             slot.arrivals += 1
@@ -477,6 +500,9 @@ class Reducer:
     def _on_backward_end(self, task: int) -> None:
         if not self._open or task not in self._tasks:
             return  # a nested backward brought the last gradient and closed the round
+        to_come, self._to_come = self._to_come, {}
+        for take in to_come.values():
+            take()
         missing = self._missing()
         learning = self.static_graph is not None and not self.static_graph.learned
         if (missing or learning) and inside_custom_function():
@@ -522,7 +548,9 @@ class Reducer:
                 self.average,
             )
             # What is done with a bucket's averages waits until it is known who used what, and that all are finite.
-            early = not failed and pending is None and self._guard is None and bool(self.after_exchange)
+            # An absent parameter has no gradient before `_deliver`, and one with a graph has its local one.
+            late = self._guard is not None or bool(self._launcher.with_graph) or any(s.absent for s in self.slots)
+            early = bool(self.after_exchange) and not failed and pending is None and not late
             began = waiting_time.begin() if waiting_time.on else 0
             works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
             wait_all(works, self._run_after_exchange if early else None)
@@ -548,6 +576,7 @@ class Reducer:
             # Also after an error: the other ranks count this round, and every 64th one has an exchange of facts.
             self.usage.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
+            self.is_due = False
             self._reset()
 
     def _check_finite(self, status: torch.Tensor | None) -> None:
@@ -582,6 +611,7 @@ class Reducer:
         self._open = False
         self._left_open = False
         self._tasks.clear()
+        self._to_come.clear()
         self._task = _NO_TASK
         if self._streams is not None:
             self._streams.forget()
@@ -589,3 +619,7 @@ class Reducer:
         for slot in self.slots:
             slot.arrived = slot.touched = slot.absent = False
             slot.arrivals = 0
+
+
+def _forget(leaves: dict[int, weakref.ref[torch.Tensor]], key: int, _: object) -> None:
+    leaves.pop(key, None)
