@@ -34,7 +34,7 @@ class Broken:
 
 
 def train_with_loggers(rank: int, world_size: int, out: str) -> tuple[int, str, str]:
-    loggers._END_S = 0.3
+    loggers._END_S = 2.0
     counter = Counter()
     report = photinus.Reporting(progress=False, curves=False, loggers=[Broken(), counter, Hanging()])
     logged = train(Path(out, "logged"), report=report)["fingerprint"]

@@ -155,7 +155,7 @@ def test_the_end_of_a_run_waits_for_a_hanging_logger_a_few_seconds_and_names_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("photinus.trainer.record.loggers._END_S", 0.4)
+    monkeypatch.setattr("photinus.trainer.record.loggers._END_S", 2.0)
     hanging, sound = Hanging(released), Recorder()
     began = time.monotonic()
     assert train(tmp_path, report=reporting(hanging, sound))["fingerprint"] == plain
@@ -166,7 +166,7 @@ def test_the_end_of_a_run_waits_for_a_hanging_logger_a_few_seconds_and_names_it(
     assert line.endswith(" more calls to make")
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_CALL_S", 0.05), ("_MOST_CALLS", 8)])
+@pytest.mark.parametrize(("limit", "value"), [("_CALL_S", 0.5), ("_MOST_CALLS", 12)])
 def test_a_logger_that_does_not_keep_up_is_dropped_while_the_model_trains(
     tmp_path: Path,
     plain: str,
@@ -178,7 +178,7 @@ def test_a_logger_that_does_not_keep_up_is_dropped_while_the_model_trains(
 ) -> None:
     hanging = Hanging(released)
     monkeypatch.setattr(f"photinus.trainer.record.loggers.{limit}", value)
-    assert train(tmp_path, report=reporting(hanging), wait_s=0.01)["fingerprint"] == plain
+    assert train(tmp_path, report=reporting(hanging), wait_s=0.05)["fingerprint"] == plain
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "Hanging" in line)
     assert line.startswith("warning: the logger Hanging is dropped, the training is not affected: it is still in log(")
     released.set()
