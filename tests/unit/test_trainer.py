@@ -116,7 +116,7 @@ def test_what_could_not_be_called_is_refused_before_any_work(options: dict[str, 
 def test_batches_that_are_no_pairs_are_refused(collate_fn: Any, kind: str) -> None:
     model = torch.nn.Linear(6, 3)
     trainer = photinus.Trainer(model, torch.optim.SGD(model.parameters()), cross_entropy, epochs=1, report=QUIET)
-    with pytest.raises(TypeError, match=rf"needs batches \(inputs, targets\), but got {kind}: make them"):
+    with pytest.raises(TypeError, match=rf"needs batches \(inputs, targets\), but got {kind}: give step=f"):
         trainer.fit(photinus.loader(points(), batch_size=2, collate_fn=collate_fn))
 
 

@@ -128,7 +128,7 @@ def test_losses_that_make_no_mean_together_are_refused():
         loop.backward(loss, weight=1)
         with pytest.raises(ValueError, match="a second weighted loss"):
             loop.backward(loss, weight=1)
-        with pytest.raises(ValueError, match="either all losses have a weight, or none has"):
+        with pytest.raises(ValueError, match="either all losses of a step have a weight, or none has"):
             loop.backward(loss)
         break
     loop = make_loop()

@@ -6,7 +6,7 @@ session/     this process in its job: device, group, wrapped models, preemption
 record/      what a run measures and leaves in its folder
 backwards    which gradients a loop made: a step on others is an error; and backward in a loop of your own
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
-objective    the losses of torch, and users', as means with a weight
+objective    from a batch to its loss, and the weight of that
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
 forwards     blocks of a data set, each computed once, by one rank
 evaluation   validation on all ranks, every sample exactly once

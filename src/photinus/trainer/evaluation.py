@@ -34,7 +34,7 @@ from ..training_process import waiting_time
 from .data.arguments import explains_unknown
 from .data.loader import Batch
 from .forwards import Data, Forwards
-from .objective import Objective, sum_and_weight
+from .objective import Objective, pair_of, sum_and_weight
 from .session.session import Session, require_session
 
 _CPU = torch.device("cpu")
@@ -245,15 +245,6 @@ def _plain(value: Any) -> Any:
     """Return a number for a tensor of one; other tensors on the CPU."""
     value = move_tensors(value, _CPU, blocking=True)
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() else value
-
-
-def pair_of(batch: Any, who: str, advice: str) -> tuple[Any, Any]:
-    """Refuses a batch whose parts are no inputs and targets: a tensor of two samples would be taken for them."""
-    if isinstance(batch, (Tensor, Mapping, str)) or (isinstance(batch, Sequence) and len(batch) != 2):
-        parts = f" of {len(batch)} parts" if isinstance(batch, Sequence) else ""
-        raise TypeError(f"{who} batches (inputs, targets), but got a {type(batch).__name__}{parts}: {advice}")
-    inputs, targets = batch
-    return inputs, targets
 
 
 def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -324,16 +324,12 @@ class Loop:
         """
         batch = self._running_batch("loop.backward(loss)")
         check_loss(loss)
+        own, factor, counted_share = self._means.part(weight, share)
         if weight is None:
-            self._means.note_plain()
             self.record(loss, share=share)
             factor = self.weight * share
-        else:
-            part = self._means.part(weight, share)
-            factor = part.factor
-            if self._backwards.add():  # by samples, as the log adds up
-                own = loss.detach() * (part.own / batch.weight) if part.own else torch.zeros_like(loss)
-                self._numbers.add(own, part.counted_share)
+        elif self._backwards.add():  # by samples, as the log adds up
+            self._numbers.add(loss.detach() * (own / batch.weight) if own else torch.zeros_like(loss), counted_share)
         # Without a factor the bits are those of a script for one process.
         weighted = loss if factor == 1.0 else loss * factor
         weighted = weighted if scaler is None else scaler.scale(weighted)

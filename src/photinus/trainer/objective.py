@@ -1,14 +1,19 @@
-"""The losses of torch, and users', as a mean and the number of things that it is a mean over."""
+"""From a batch to its loss: of a loss function, a function of the whole step, or a model that returns its loss.
+
+Each gives a mean, and the number of things that it is a mean over: that of torch's losses is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
+
+from .checkpoint.states import unwrap
 
 _COUNTED = (nn.CrossEntropyLoss, nn.NLLLoss)
 _IGNORED = -100  # torch's default
@@ -20,6 +25,15 @@ def sum_and_weight(name: str, value: tuple[Any, ...]) -> tuple[Tensor, Any]:
         kinds = ", ".join(type(each).__name__ for each in value)
         raise TypeError(f"{name} returned ({kinds}), but a tensor is needed, or (sum, weight): a tensor and a number")
     return value[0], value[1]
+
+
+def pair_of(batch: Any, who: str, advice: str) -> tuple[Any, Any]:
+    """Refuses a batch whose parts are no inputs and targets: a tensor of two samples would be taken for them."""
+    if isinstance(batch, (Tensor, Mapping, str)) or (isinstance(batch, Sequence) and len(batch) != 2):
+        parts = f" of {len(batch)} parts" if isinstance(batch, Sequence) else ""
+        raise TypeError(f"{who} batches (inputs, targets), but got a {type(batch).__name__}{parts}: {advice}")
+    inputs, targets = batch
+    return inputs, targets
 
 
 class Objective:
@@ -43,6 +57,11 @@ class Objective:
         self._counted = counted and options.get("reduction", "mean") == "mean"
         self._ignored = options.get("ignore_index", _IGNORED)
         self._class_weights = getattr(function, "weight", None) if is_module else bound.get("weight")
+
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return what a call takes, of a batch."""
+        inputs, targets = pair_of(batch, "loss_fn needs", "give step=f instead, with f(model, batch) -> loss")
+        return model(inputs), targets
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Any]:
         """Return the loss, and its weight for `loop.backward`: None for a mean over samples, or a sum."""
@@ -79,3 +98,46 @@ class Objective:
                 f"{ignored} of {targets.numel()} targets are -100, torch's ignore_index by default. If that is right, "
                 f"name another one, such as CrossEntropyLoss(ignore_index=-1), or return (sum, weight) from loss_fn"
             )
+
+
+class StepObjective(Objective):
+    """A function of (model, batch) that returns a mean loss, or (loss, weight)."""
+
+    is_sum = False
+
+    def __init__(self, step: Callable[[Any, Any], Any]) -> None:
+        self._step = step
+
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return both: the function makes the forward."""
+        return model, batch
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Any]:
+        """Return the loss and its weight, None for a mean over samples."""
+        loss = self._step(outputs, targets)
+        return sum_and_weight("step", loss) if isinstance(loss, tuple) else (loss, None)
+
+    def sums(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
+        """Return (sum, weight) of a batch of N samples."""
+        loss, weight = self(outputs, targets)
+        weight = samples if weight is None else weight
+        return loss.double() * weight if weight else torch.zeros(()), weight  # a mean of nothing is NaN
+
+
+def loss_of_output(model: nn.Module, batch: Any) -> Any:
+    """Return the loss that a model returns as `.loss`, as those of Transformers do, and the number of its labels."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise TypeError(
+            f"the model returned a {type(output).__name__} without a loss: give Trainer a loss_fn, or step=f with "
+            f"f(model, batch) -> loss (models of Transformers return a loss if the batch has labels)"
+        )
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+        return loss
+    plain = unwrap(model)
+    names = f"{type(plain).__name__} {getattr(plain, 'loss_type', '')}"
+    if "CausalLM" in names or "LMHead" in names:  # each token predicts the next one
+        labels = labels[..., 1:]
+    return loss, (labels != _IGNORED).sum()

@@ -23,10 +23,10 @@ from ..words import hint
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if
 from .data.loader import loader
-from .evaluation import Metric, check_functions, evaluate, pair_of
+from .evaluation import Metric, check_functions, evaluate
 from .forwards import Data
 from .loop import Loop, measurements
-from .objective import Objective
+from .objective import Objective, StepObjective, loss_of_output
 from .record.curves import PICTURE
 from .record.spec import Reporting, Saving, check_options
 from .session.progress import show_metrics
@@ -36,7 +36,6 @@ from .session.wrapping import WRAPPED, exchanges_gradients, wrap
 LossFunction = Callable[[Tensor, Tensor], Any]
 Callback = Callable[[Loop], None]
 _PRECISIONS = ("float32", "bfloat16")
-_ADVICE = "make them with collate_fn=..., or keep a Loop of your own, whose body takes any"
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,9 @@ class Trainer:
         optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`: the mean over the samples, or (sum, weight) for a mean over tokens or
             class weights. torch's losses with `weight`, `ignore_index` or reduction="sum" need nothing more.
+        step: instead, for batches of any structure: `step(model, batch)`, which returns the mean loss or (loss, weight)
+            as `Loop.backward` takes them. Without either, it is model(**batch) for a dict, else model(batch), and
+            its output has `.loss`, as in Transformers.
         epochs: the run ends after N epochs, counted from its first start.
         steps: instead of epochs: the run ends after N steps of the optimizer, and then validates too.
         batch_size: samples of one batch over ALL ranks, at least one for each. Default: the loader's.
@@ -112,8 +114,9 @@ class Trainer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         *,
+        step: Callable[[nn.Module, Any], Any] | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         batch_size: int | None = None,
@@ -151,11 +154,14 @@ class Trainer:
         )
         limit: Any = clip_norm
         norm = f"clip_norm={clip_norm!r}: needs a number above 0, or None"
+        unfit = "metrics take outputs and targets, which only loss_fn gives: call photinus.evaluate in a callback"
         own = [name for name in (*OWN_COLUMNS, "valid_loss") if isinstance(metrics, Mapping) and name in metrics]
         taken = f"metrics: {' and '.join(map(repr, own))}: a column of that name is filled anyway; take another name"
         check_all(
             partial(check_options, **self._loop_options),
-            partial(_check_kinds, loss_fn, metrics, scheduler, callbacks),
+            partial(_check_kinds, {"loss_fn": loss_fn, "step": step}, metrics, scheduler, callbacks),
+            partial(refuse_if, None not in (loss_fn, step), TypeError("give loss_fn or step, not both")),
+            partial(refuse_if, metrics and loss_fn is None, ValueError(unfit)),
             partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
             partial(refuse_if, precision not in _PRECISIONS, ValueError(width)),
             partial(refuse_if, limit is not None and not (hasattr(limit, "__float__") and limit > 0), ValueError(norm)),
@@ -163,7 +169,8 @@ class Trainer:
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(find_strategy, strategy),
         )
-        self._model, self._optimizer, self._objective = model, optimizer, Objective(loss_fn)
+        self._model, self._optimizer = model, optimizer
+        self._objective = StepObjective(step or loss_of_output) if loss_fn is None else Objective(loss_fn)
         self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": self._objective}
         self._strategy, self._batch_size = strategy, batch_size
@@ -203,9 +210,8 @@ class Trainer:
             if not loop.finished:
                 model.train()
             for batch in loop:
-                inputs, targets = pair_of(batch, "the Trainer needs", _ADVICE)
                 with self._autocast():
-                    loss, weight = self._objective(model(inputs), targets)
+                    loss, weight = self._objective(*self._objective.forward(model, batch))
                 if self._objective.is_sum:  # of the global batch, of which the loop takes means
                     part = loop._running_batch("the Trainer's step")
                     loss = loss * (part.global_samples / part.samples)
@@ -215,7 +221,7 @@ class Trainer:
                 measured: dict[str, float] = {}
                 if loop.validation_due and valid_set is not None:
                     with self._autocast():
-                        measured = evaluate(model, valid_set, self._metrics)
+                        measured = evaluate(model, valid_set, self._metrics, forward=self._objective.forward)
                     loop.log(**measured)
                 if loop.whole_epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
                     follows = isinstance(self._scheduler, ReduceLROnPlateau)
@@ -289,7 +295,7 @@ class Trainer:
         )
 
 
-def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> None:
+def _check_kinds(losses: Mapping[str, Any], metrics: Any, scheduler: Any, callbacks: Any) -> None:
     """Refuses what would fail where it is first called, at the end of an epoch perhaps."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics is a {type(metrics).__name__}, but a dict is needed: functions by name")
@@ -298,7 +304,8 @@ def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> 
     unnamed = [name for name in metrics or {} if not isinstance(name, str)]
     if unnamed:
         raise TypeError(f"metrics: {unnamed[0]!r} is a {type(unnamed[0]).__name__}, but names are text")
-    check_functions({"loss_fn": loss_fn, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}})
+    functions = {name: each for name, each in losses.items() if each is not None}
+    check_functions({**functions, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}})
     for place, callback in enumerate(callbacks):
         if not callable(callback):
             raise TypeError(f"callbacks[{place}] is a {type(callback).__name__}, but a function (loop) is needed")

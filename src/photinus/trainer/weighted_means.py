@@ -46,28 +46,6 @@ class Mean:
     reference: float = 0.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """A backward of a weighted loss.
-
-    Attributes:
-        mean: to which it belongs.
-        share, weight: of the part in the mean, as it was given; n of all ranks.
-        own: world size * n / sum(n), 0 without n.
-        factor: of the loss before backward.
-    """
-
-    mean: Mean
-    share: float
-    weight: float
-    own: float
-    factor: float
-
-    def counted_share(self) -> float:
-        """Return the share of the part by its weight, once all parts are known; 0 where there is nothing to count."""
-        return self.share * self.weight * self.mean.shares / self.mean.total if self.mean.total else 0.0
-
-
 class WeightedMeans:
     """The weighted losses of a loop.
 
@@ -88,21 +66,23 @@ class WeightedMeans:
         if is_first:
             self._mean = self._weighted = None
 
-    def note_plain(self) -> None:
-        """A loss without weight comes."""
-        self._check_kind(weighted=False)
+    def part(self, weight: Any, share: float) -> tuple[float, float, Callable[[], float]]:
+        """Add a loss of this rank to the mean. All ranks call it, for a loss without weight (None) too.
 
-    def part(self, weight: Any, share: float) -> Part:
-        """Return the part that a loss of this rank is. All ranks call it.
+        Returns:
+            World size * n / sum(n) of this batch, 0 without n; the factor of the loss before backward; and how much the
+            loss counts in the mean, to be asked at the step's end.
 
         Raises:
             ValueError: the weight is not a finite number from 0, or the losses of a step do not fit together.
         """
-        self._check_kind(weighted=True)
+        if self._batches > 1 and self._weighted is (weight is None):
+            raise ValueError("loop.backward: with accumulate either all losses of a step have a weight, or none has")
+        self._weighted = weight is not None
+        if weight is None:
+            return 1.0, 1.0, lambda: share
         if self._batches > 1 and self._shares >= _WHOLE:
-            raise ValueError(
-                "loop.backward: a second weighted loss in a step of several batches; add the two up before"
-            )
+            raise ValueError("loop.backward: a second weighted loss of a batch, with accumulate; add the two up before")
         weight = _number(weight)
         total = weight
         if self._session.world_size > 1:
@@ -116,7 +96,7 @@ class WeightedMeans:
         mean.reference = mean.reference or total
         own = self._session.world_size * weight / total if total else 0.0
         factor = own * (share / self._batches) * (total / mean.reference) if total else 0.0
-        return Part(mean, share, total, own, factor)
+        return own, factor, lambda: share * total * mean.shares / mean.total if mean.total else 0.0
 
     def backward_ended(self) -> None:
         """Gradients of the last part are there. Makes those of a whole mean right."""
@@ -138,11 +118,6 @@ class WeightedMeans:
                 f"the shares of a batch's weighted losses add up to {self._shares:.4g}, but 1 is needed. Give no share "
                 f"where the gradients of several batches add up: photinus.Loop(..., accumulate=4) knows it."
             )
-
-    def _check_kind(self, *, weighted: bool) -> None:
-        if self._batches > 1 and self._weighted is (not weighted):
-            raise ValueError("loop.backward: in a step of several batches either all losses have a weight, or none has")
-        self._weighted = weighted
 
 
 def _number(weight: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any], bool] = lambda value: False) -> Any:
-    """Applies `change` to the tensors in tuples, named tuples, lists and mappings at any depth; returns new containers.
+    """Applies `change` to tensors in tuples, named tuples, lists, mappings and dataclasses; returns new containers.
 
     A mapping whose class cannot be made from a dict becomes a dict. Everything else is handed through as it is.
 
@@ -43,6 +44,12 @@ def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any]
         return type(data)(*(map_tensors(value, change, also=also) for value in data))
     if isinstance(data, (list, tuple)):
         return type(data)(map_tensors(value, change, also=also) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        filled = copy.copy(data)
+        for field in dataclasses.fields(data):
+            value = map_tensors(getattr(data, field.name), change, also=also)
+            object.__setattr__(filled, field.name, value)  # of frozen ones, too
+        return filled
     return data
 
 
