@@ -256,6 +256,12 @@ def test_a_shard_without_a_sample_is_an_error_that_says_what_to_do(ranks: Thread
     assert "rank 1 has no sample of its shards [1] of 2 in epoch 0: use fewer" in ranks.run(2, work)[1]
 
 
+def test_batches_that_another_thread_takes_beside_training_are_an_error(ranks: Threads) -> None:
+    made = ranks.run(2, lambda rank, world: photinus.loader(of_shard, batch_size=4, place=(rank, world)))
+    with pytest.raises(photinus.PhotinusError, match="in the thread that made its loader: take its batches there"):
+        next(made[0].epoch(0))
+
+
 def test_a_stream_without_a_batch_is_an_error() -> None:
     with pytest.raises(photinus.PhotinusError, match="Whole gave not one full batch in epoch 0"):
         next(photinus.loader(Whole(), batch_size=99, drop_last=True).epoch(0))

@@ -460,6 +460,9 @@ class Loader:
 
     def _streams(self, shares: StreamShares, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of a stream, of which some are read ahead."""
+        if shares.world_size > 1 and self._thread != threading.get_ident():
+            advice = "take its batches there, and use num_workers to read ahead"
+            raise PhotinusError(f"ranks agree on a stream's end in the thread that made its loader: {advice}")
         states = self._places.get((epoch, start), {})
         before = {number: states.get(number, begin) for number, begin in shares.begin(start).items()}
         pieces, queue = self._pieces(shares, epoch, start, before), deque[tuple[Piece, int]]()
@@ -609,8 +612,7 @@ def sum_over_ranks(shares: StreamShares, numbers: list[int]) -> list[int]:
     """The sum of each number over the ranks that share a stream."""
     if shares.world_size == 1:
         return numbers
-    device = control_device(cast(dist.ProcessGroup, dist.group.WORLD))
-    sums = torch.tensor(numbers, dtype=torch.int64, device=device)
+    sums = torch.tensor(numbers, device=control_device(cast(dist.ProcessGroup, dist.group.WORLD)))
     dist.all_reduce(sums)
     return cast("list[int]", sums.tolist())
 

@@ -57,10 +57,7 @@ def _is_function(dataset: Any) -> bool:
 
 
 class StreamShares:
-    """The shards of a stream that this rank reads, and the samples of them that it takes, for training.
-
-    The arguments are those of `loader`. Raises TypeError, ValueError: they do not fit each other or the stream.
-    """
+    """The shards of a stream that this rank reads, and its samples in them. The arguments are those of `loader`."""
 
     samples = 0  # not known
 
@@ -166,8 +163,7 @@ class Shard:
         while self._place < state["taken"] and self._next():
             pass
         again, seconds = self._read - state["at"], time.perf_counter() - began
-        # Of the others it would be the same. With a state it is a few samples.
-        if shares.rank == 0 and number == 0 and again > 2 * _STATE_EVERY:
+        if shares.rank == 0 and number == 0 and again > 2 * _STATE_EVERY:  # the others take as long
             what = f"{again:,} samples of shard 0 of {shares.shards} were read again in {seconds:.1f} s"
             print(f"note: {what}, to come back to sample {self._place:,} of epoch {epoch + 1}", flush=True)
 
