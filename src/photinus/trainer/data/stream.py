@@ -117,10 +117,8 @@ class StreamShares:
 
     def note(self, num_workers: int) -> None:
         """Print a line on rank 0 if the cut costs something."""
-        note, whole = (
-            None,
-            "" if splits(self.dataset) else ", for it cannot be split (it has no shard(num_shards, index))",
-        )
+        note = None
+        whole = "" if splits(self.dataset) else ", for it cannot be split (it has no shard(num_shards, index))"
         if self.shards < self.world_size:
             cost = f"{self.world_size} ranks together read all data {self.world_size / self.shards:.3g} times"
             note = f"{type(self.dataset).__name__} has {self.shards} shard{'s' * (self.shards > 1)}: {cost}{whole}"
