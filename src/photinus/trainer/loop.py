@@ -324,7 +324,8 @@ class Loop:
         """
         batch = self._running_batch("loop.backward(loss)")
         check_loss(loss)
-        own, factor, counted_share = self._means.part(weight, share)
+        counts = weight is None or batch.samples  # not samples that a stream repeats
+        own, factor, counted_share = self._means.part(weight if counts else 0, share)
         if weight is None:
             self.record(loss, share=share)
             factor = self.weight * share
