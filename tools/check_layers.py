@@ -46,7 +46,7 @@ FLOORS = {
 BUDGET = {
     "backend": 3503,
     "cli": 1745,
-    "compat": 830,
+    "compat": 845,
     "job": 3317,
     "parallel": 7088,
     "run": 4350,
@@ -54,7 +54,7 @@ BUDGET = {
     "templates": 340,
     "tools": 2993,
     "top": 1685,
-    "trainer": 9613,
+    "trainer": 9629,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

@@ -167,7 +167,11 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_all_numbers_and_the_world_
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
             r"zero_quantized_weights is not supported",
         ),
-        ({"fp16": {"enabled": True}}, "fp16 is not supported: the Trainer has no loss scaler. Take bf16"),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "fp16 and bf16 are on, but a training has one precision",
+        ),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "a number, 0 or more is needed"),
         ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp is not supported: .* NVIDIA apex"),
         ({"elasticity": {"enabled": True}}, r"elasticity is not supported: .*--nnodes LEAST:MOST"),
         ({"gradient_clipping": -1}, "gradient_clipping: -1, but a number above 0"),

@@ -25,7 +25,7 @@ from ..trainer.data.arguments import whole_number
 from ..trainer.session.progress import say
 from ..trainer.session.session import current_session
 from ..words import hint
-from .deepspeed_keys import ADAM, BATCHES, BF16, CHOICE, NUMBER, ROOT, SCHEDULE, ZERO, kinds_of, read
+from .deepspeed_keys import ADAM, BATCHES, BF16, CHOICE, FP16, NUMBER, ROOT, SCHEDULE, ZERO, kinds_of, read
 from .deepspeed_schedules import SCHEDULES, Schedule, make_schedule
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -50,7 +50,8 @@ class DeepSpeedConfig:
         world_size: for which the three fit together.
         strategy: "ddp" for stage 0, "zero1", "zero2", "zero3".
         strategy_options: `bucket_cap_mb`, where reduce_bucket_size is given and the strategy has buckets.
-        precision: "float32" or "bfloat16" (parameters stay float32; forward and loss run under torch.autocast).
+        precision: "float32", "bfloat16", or a torch.amp.GradScaler for fp16 (parameters stay float32; forward and loss
+            run under torch.autocast).
         clip_norm: None leaves the gradients.
         drop_last: whether the last, short batch of an epoch is left out; None where it is not said.
         optimizer: (class of torch.optim, its arguments), None where the configuration names none.
@@ -64,7 +65,7 @@ class DeepSpeedConfig:
     world_size: int
     strategy: str = "ddp"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = "float32"
+    precision: str | torch.amp.GradScaler = "float32"
     clip_norm: float | None = None
     drop_last: bool | None = None
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | None = None
@@ -235,23 +236,27 @@ def _zero(keys: Mapping[str, Any], notes: list[str]) -> tuple[str, dict[str, Any
     return _STRATEGIES[stage], options
 
 
-def _precision(keys: Mapping[str, Any], auto: Mapping[str, Any], notes: list[str]) -> str:
-    on = set()
+def _precision(keys: Mapping[str, Any], auto: Mapping[str, Any], notes: list[str]) -> str | torch.amp.GradScaler:
+    on: dict[str, dict[str, Any]] = {}
     for name in ("fp16", "bf16", "bfloat16"):
         section = keys.get(name, {})
         if section and "enabled" not in section:
             raise ValueError(f'{name} does not say whether it is on: add "enabled": true or false')
-        if name == "fp16":
-            section = {key: value for key, value in section.items() if key == "enabled"}
         substitutes = {"enabled": auto.get(name, auto.get("bf16", False) if name == "bfloat16" else False)}
-        if read(section, f"{name}.", BF16, substitutes, notes).get("enabled"):
-            on.add(name)
-    if "fp16" in on:
-        raise ValueError(
-            "fp16 is not supported: the Trainer has no loss scaler. Take bf16, which needs none; or keep a loop of "
-            'your own, with a torch.amp.GradScaler given to Loop(..., state={"scaler": scaler}), and take fp16 out.'
-        )
-    return "bfloat16" if on else "float32"
+        settings = read(section, f"{name}.", FP16 if name == "fp16" else BF16, substitutes, notes)
+        if settings.get("enabled"):
+            on[name] = settings
+    if len(on) > 1:
+        raise ValueError(f"{' and '.join(on)} are on, but a training has one precision: switch one off")
+    if "fp16" not in on:
+        return "bfloat16" if on else "float32"
+    fixed, power = on["fp16"].get("loss_scale", 0.0), on["fp16"].get("initial_scale_power", 16)
+    if fixed:
+        notes.append("fp16.loss_scale is where the scale begins: it is halved where gradients overflow, not fixed")
+    # 2,000 steps is torch's default, 1,000 DeepSpeed's.
+    window = 2**31 - 1 if fixed else on["fp16"].get("loss_scale_window", 1000) or 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.amp.GradScaler(device, init_scale=fixed or 2.0**power, growth_interval=window)
 
 
 def _choice(section: Any, where: str, auto: Mapping[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:

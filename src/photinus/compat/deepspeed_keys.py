@@ -150,6 +150,16 @@ BF16 = _table(
     {"immediate_grad_update check_grad_overflow": _NO_EFFECT},
     {"bf16_master_weights_and_grads bf16_optimizer_states": "parameters and optimizer states stay float32"},
 )
+_POWER = _kind("a whole number, 0 or more", lambda v: _is_number(v) and v >= 0 and v == int(v), int)
+FP16 = _table(
+    {"enabled": _FLAG, "loss_scale": _kind("a number, 0 or more", lambda v: _is_number(v) and v >= 0, float)}
+    | dict.fromkeys(("initial_scale_power", "loss_scale_window"), _POWER),
+    {
+        "hysteresis consecutive_hysteresis min_loss_scale": f"{_NO_EFFECT}: the scale is halved at once",
+        "auto_cast": "is always on here: forward and loss run under torch.autocast",
+    },
+    {"fp16_master_weights_and_grads": "parameters and optimizer states stay float32"},
+)
 CHOICE = _table({"type": _TEXT, "params": _OBJECT}, {"legacy_fusion": _NO_EFFECT}, {})
 ADAM = dict.fromkeys(("torch_adam", "bias_correction", "adam_w_mode"), _FLAG)
 SCHEDULE = _table({}, {}, {"cycle_first_stair_count cycle_second_stair_count last_batch_iteration": "leave it out"})

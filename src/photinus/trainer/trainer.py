@@ -35,7 +35,7 @@ from .session.wrapping import WRAPPED, exchanges_gradients, wrap
 
 LossFunction = Callable[[Tensor, Tensor], Any]
 Callback = Callable[[Loop], None]
-_PRECISIONS = ("float32", "bfloat16")
+_PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ class Trainer:
         batch_size: samples of one batch over ALL ranks, at least one for each. Default: the loader's.
         accumulate: the optimizer steps after N batches, on the mean of their gradients: its batch is batch_size *
             accumulate samples. If fewer batches are left at an epoch's end, they make a step on their mean.
-        precision: "float32" (default), or "bfloat16": forward, loss and validation under torch.autocast, parameters and
-            optimizer in float32.
+        precision: "float32" (default), "bfloat16" or "float16": forward, loss and validation under torch.autocast,
+            parameters and optimizer in float32. With float16 the loss is scaled by a torch.amp.GradScaler, or by the
+            one that is given here. All ranks skip a step in which a gradient of any is not finite; rows have the
+            columns loss_scale and skipped_steps.
         out, resume, save, report: as for `photinus.Loop`.
         metrics: functions (outputs, targets) -> one value per sample, shape [n], by name, measured on the validation
             set. `valid_loss` is always measured.
@@ -121,7 +123,7 @@ class Trainer:
         steps: int | None = None,
         batch_size: int | None = None,
         accumulate: int = 1,
-        precision: str = "float32",
+        precision: str | torch.amp.GradScaler = "float32",
         out: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = "auto",
         metrics: Mapping[str, Metric] | None = None,
@@ -147,11 +149,9 @@ class Trainer:
             "report": Reporting() if report is None else report,
         }
         every = f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"'
-        width = (
-            f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
-            f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
-            f"loop.backward(loss, scaler=scaler))"
-        )
+        self._scaler = precision if isinstance(precision, torch.amp.GradScaler) else None
+        precision = "float16" if isinstance(precision, torch.amp.GradScaler) else precision
+        width = f"precision={precision!r}: needs {', '.join(map(repr, _PRECISIONS))} or a torch.amp.GradScaler"
         limit: Any = clip_norm
         norm = f"clip_norm={clip_norm!r}: needs a number above 0, or None"
         unfit = "metrics take outputs and targets, which only loss_fn gives: call photinus.evaluate in a callback"
@@ -205,6 +205,9 @@ class Trainer:
         with ExitStack() as stack:
             session = current_session() or stack.enter_context(init())
             model, optimizer = self._wrap(session)
+            if self._precision == "float16":
+                self._scaler = self._scaler or torch.amp.GradScaler(session.device.type)
+                self._loop_options["state"] = {**(self._loop_options["state"] or {}), "scaler": self._scaler}
             batch_size = self._batch_size
             loop = Loop(model, optimizer, train_set, batch_size=batch_size, **self._loop_options, _body=self._body)
             if not loop.finished:
@@ -215,7 +218,7 @@ class Trainer:
                 if self._objective.is_sum:  # of the global batch, of which the loop takes means
                     part = loop._running_batch("the Trainer's step")
                     loss = loss * (part.global_samples / part.samples)
-                loop.backward(loss, weight=weight)
+                loop.backward(loss, weight=weight, scaler=self._scaler)
                 if loop.step_due:
                     self._step(loop, optimizer)
                 measured: dict[str, float] = {}
@@ -226,6 +229,8 @@ class Trainer:
                 if loop.whole_epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
                     follows = isinstance(self._scheduler, ReduceLROnPlateau)
                     self._scheduler.step(*([measured["valid_loss"]] if follows else []))
+                if loop.validation_due and self._scaler is not None:
+                    loop.log(loss_scale=self._scaler.get_scale())
                 if loop.validation_due:
                     for callback in self._callbacks:
                         callback(loop)
@@ -266,18 +271,29 @@ class Trainer:
         return self._wrapped[1:]
 
     def _step(self, loop: Loop, optimizer: torch.optim.Optimizer) -> None:
+        scaler, is_skipped = self._scaler, False
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if self._clip_norm is not None:
             loop.clip(self._clip_norm)
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            is_skipped = scaler.get_scale() < scale  # a gradient of some rank was not finite
+        if is_skipped:
+            loop.log(skipped_steps=loop._position.logged.get("skipped_steps", 0) + 1)
         optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None and self._scheduler_every == "step":
+        if self._scheduler is not None and self._scheduler_every == "step" and not is_skipped:
             self._scheduler.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         session = current_session()
         if self._precision == "float32" or session is None:
             return nullcontext()
-        return torch.autocast(session.device.type, torch.bfloat16)
+        return torch.autocast(session.device.type, getattr(torch, self._precision))
 
     def _result(self, loop: Loop) -> Result:
         last = loop.history[-1] if loop.history else {}
