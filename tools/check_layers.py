@@ -54,7 +54,7 @@ BUDGET = {
     "templates": 340,
     "tools": 2993,
     "top": 1685,
-    "trainer": 9629,
+    "trainer": 9632,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

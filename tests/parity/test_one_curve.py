@@ -26,6 +26,7 @@ from tests.small_run import QUIET
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 SAMPLES, BATCH_SIZE, TOKENS, CLASSES, WIDTH = 80, 32, 6, 5, 8
 PAD = 0
+ONCE = photinus.Saving(every_epochs=1000)  # an epoch has two batches
 
 
 def texts(samples: int = SAMPLES, seed: int = 1) -> TensorDataset:
@@ -85,7 +86,7 @@ def by_trainer(name: str, strategy: str, steps: int, accumulate: int, out: Path)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     trainer = photinus.Trainer(
         model, optimizer, loss(), steps=steps, accumulate=accumulate, batch_size=BATCH_SIZE, out=out,
-        strategy=strategy, clip_norm=50.0 if name == "sum" else 1.0, report=QUIET, validate_every_steps=5,
+        strategy=strategy, clip_norm=50.0 if name == "sum" else 1.0, report=QUIET, save=ONCE, validate_every_steps=5,
     )  # fmt: skip
     result = trainer.fit(data(), data(30, seed=2))
     return {"valid": [row["valid_loss"] for row in result.history]}
@@ -96,7 +97,15 @@ def by_loop(strategy: str, steps: int, accumulate: int, out: Path) -> dict[str, 
     plain = Tokens()
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), strategy=strategy)
     loop = photinus.Loop(
-        model, optimizer, texts(), batch_size=BATCH_SIZE, accumulate=accumulate, steps=steps, out=out, report=QUIET
+        model,
+        optimizer,
+        texts(),
+        batch_size=BATCH_SIZE,
+        accumulate=accumulate,
+        steps=steps,
+        out=out,
+        report=QUIET,
+        save=ONCE,
     )
     norms = []
     for inputs, targets in loop:
@@ -117,7 +126,7 @@ def by_gan(strategy: str, steps: int, out: Path) -> dict[str, Any]:
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.05), strategy=strategy)
     judge, second = photinus.wrap(critic, torch.optim.SGD(critic.parameters(), lr=0.05), strategy=strategy)
     loop = photinus.Loop(
-        model, optimizer, rows(), batch_size=BATCH_SIZE, steps=steps, out=out, report=QUIET,
+        model, optimizer, rows(), batch_size=BATCH_SIZE, steps=steps, out=out, report=QUIET, save=ONCE,
         state={"critic": judge, "second": second},
     )  # fmt: skip
 
@@ -232,7 +241,7 @@ def test_means_of_the_ranks_means_would_be_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_hundred_steps_have_one_curve_at_every_number_of_ranks(tmp_path: Path, strategy: str) -> None:
     options: dict[str, Any] = {"kinds": KINDS, "steps": 100, "timeout_s": 400.0}

@@ -266,6 +266,8 @@ class Loop:
     @property
     def _batches_of_step(self) -> int:
         """Of the running one; fewer than `accumulate` at an epoch's end."""
+        if self._accumulate == 1:
+            return 1
         return min(self._accumulate, self._batches_done + self._batches_per_epoch - self._position.batches_done)
 
     @property
@@ -464,14 +466,13 @@ class Loop:
                     if self._loader.shards:  # as many are read ahead as can be in a step
                         self._batches_per_epoch = batch.index + 1 + batch.to_come
                     self._numbers.begin_batch(position.step + 1, self.epoch, batch)
-                    self._backwards.body_began(position.step + 1, may_step=self.step_due)
-                    self._means.body_began(
-                        batches=self._batches_of_step, is_first=self._batches_done == 0, is_last=self.step_due
-                    )
-                    with self._gathering():
+                    size, step_ended = self._batches_of_step, self.step_due
+                    self._backwards.body_began(position.step + 1, may_step=step_ended)
+                    self._means.body_began(batches=size, is_first=self._batches_done == 0, is_last=step_ended)
+                    with nullcontext() if step_ended else self._gathering():
                         yield batch.data
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
-                    epoch_ended, row_ended, step_ended = self.epoch_ended, self.validation_due, self.step_due
+                    epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None
                     alone = self._backwards.body_ended()
                     self._means.body_ended()
@@ -508,9 +509,9 @@ class Loop:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """A body: but for the last of a step, its gradients add up on each rank and are not averaged."""
+        """Let the gradients of a body add up on each rank, without an average."""
         with ExitStack() as stack:
-            for no_sync in () if self.step_due else self._no_sync:
+            for no_sync in self._no_sync:
                 stack.enter_context(no_sync())
             yield
 

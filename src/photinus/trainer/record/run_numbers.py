@@ -55,6 +55,8 @@ class _Step:
     @property
     def samples(self) -> float:
         """This rank's samples, of a batch: those of one that is as large as the mean of all."""
+        if len(self.batches) == 1:
+            return self.batches[0].samples
         return sum(map(self.samples_of, self.batches)) / len(self.batches)
 
     def samples_of(self, batch: Batch) -> float:
