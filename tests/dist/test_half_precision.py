@@ -1,4 +1,4 @@
-"""`Trainer(precision="float16")`: losses near float32's, and one decision on all ranks where gradients overflow."""
+"""`Trainer` with float16: losses near float32's, and one decision where gradients overflow; and with `step=`."""
 
 from __future__ import annotations
 
@@ -72,6 +72,39 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all() -> None:
     assert all(each[:2] == [[1.0, None], 2.0**11] for each in first.values()), first
     for strategy in STRATEGIES[1:]:
         assert first[strategy][2] == pytest.approx(first["ddp"][2], rel=1e-3, abs=1e-3)
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def by_step(rank: int, world_size: int) -> list[float]:
+    """A dict of a batch, and one block of validation for two ranks."""
+    found = []
+    with photinus.init("auto", "cpu"):
+        for strategy in ("ddp", "zero3"):
+            torch.manual_seed(0)
+            model = Net(dropout=0.0)
+            rows = [{"x": x, "y": y} for x, y in points(20)]
+            trainer = photinus.Trainer(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                step=step,
+                epochs=1,
+                batch_size=4,
+                strategy=strategy,
+                report=QUIET,
+            )
+            found.append(trainer.fit(rows, rows).metrics["valid_loss"])  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.timeout(90)
+def test_a_step_of_ones_own_validates_where_a_rank_has_no_block() -> None:
+    function = "tests.dist.test_half_precision:by_step"
+    first, second = values(run_ranks(function, world_size=2, backend="photinus", timeout_s=80))
+    assert first == second
+    assert first[1] == pytest.approx(first[0], rel=1e-5)
 
 
 @pytest.fixture

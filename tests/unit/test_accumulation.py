@@ -31,6 +31,35 @@ def test_four_small_batches_step_like_one_large_one():
     assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
 
 
+def accumulated(cleared=None, *, to_none=True, clip=False):
+    """A loop over 12 batches, 3 to a step, that clears gradients in the batch `cleared` of a step ("all": in each)."""
+    with photinus.init("gloo", "cpu"):
+        model = torch.nn.Linear(FEATURES, 3)
+        model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loop = photinus.Loop(model, optimizer, points(48), batch_size=4, accumulate=3, epochs=1, report=QUIET)
+        for inputs, targets in loop:
+            if cleared in ("all", loop.micro_batch):
+                optimizer.zero_grad(set_to_none=to_none)
+            loop.backward(cross_entropy(model(inputs), targets))
+            if clip:
+                loop.clip(1.0)
+            if loop.step_due:
+                optimizer.step()
+        return loop.finished
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_cleared_before_the_last_batch_of_a_step_are_an_error(to_none):
+    with pytest.raises(photinus.PhotinusError, match="step 1 were cleared before its last batch"):
+        accumulated("all", to_none=to_none)
+    assert accumulated(1, to_none=to_none)  # before the first
+
+
+def test_a_clip_before_the_last_batch_of_a_step_is_an_error():
+    with pytest.raises(photinus.PhotinusError, match=r"loop\.clip before the last batch of step 1"):
+        accumulated(1, clip=True)
+
+
 DIVIDED = {
     "/ 4": lambda loss: loss / 4,
     "* 0.25": lambda loss: loss * 0.25,
@@ -217,7 +246,7 @@ def test_bfloat16_computes_otherwise_and_keeps_parameters_in_float32():
     ("options", "words"),
     [
         ({"accumulate": 0}, "accumulate"),
-        ({"accumulate": 1, "precision": "float16"}, "precision='float16': needs 'float32' or 'bfloat16'"),
+        ({"accumulate": 1, "precision": "half"}, "precision='half': needs 'float32', 'bfloat16', 'float16' or"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, words):

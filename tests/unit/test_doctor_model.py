@@ -113,6 +113,15 @@ def test_what_is_not_a_model_is_refused(tmp_path: Path) -> None:
             model_rank._load(Trial(f"{tmp_path}/not_models.py:{name}", (8, 4), 8), torch.device("cpu"))
 
 
+def test_a_function_that_makes_another_number_of_samples_is_refused(tmp_path: Path) -> None:
+    text = "import torch\ndef sixteen(samples):\n    return torch.ones(16, 4), torch.ones(16)\n"
+    (tmp_path / "always.py").write_text(text)
+    trial = Trial(f"{tmp_path}/always.py:model", "sixteen", 8)
+    assert model_rank._make_batch(trial, 16, torch.device("cpu"))[0][0].shape == (16, 4)
+    with pytest.raises(ValueError, match=r"sixteen\(8\) returned tensors of 16 samples, but 8 are needed"):
+        model_rank._make_batch(trial, 8, torch.device("cpu"))
+
+
 @pytest.mark.seconds
 @pytest.mark.timeout(180)
 def test_ranks_train_a_models_batches_and_the_figures_add_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

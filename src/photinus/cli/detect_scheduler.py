@@ -92,8 +92,8 @@ def _refuse_several_on_one_host(world: World, scheduler: Told) -> None:
     starter, once, direct = _WORDS.get(scheduler.launcher, _WORDS["MPICH"])
     raise UsageError(
         f"{starter} started `photinus run` {world.world_size} times, {most} of them on one host, and each would start "
-        f"workers for the whole host. Start one launcher per host: `{once} photinus run ...`. Or start none: then "
-        f"{scheduler.launcher}'s processes are the ranks: `{direct.format(world.world_size)} python train.py`."
+        f"workers for the whole host. Start one launcher per host: `{once} photinus run ...`. Or start no launcher: "
+        f"then {scheduler.launcher}'s processes are the ranks: `{direct.format(world.world_size)} python train.py`."
     )
 
 

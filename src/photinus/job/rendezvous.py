@@ -114,8 +114,8 @@ def _of_mpi(world: World, place: Told, environ: Mapping[str, str], address: str 
         if port is None:
             both = f"{export.format(address)} {export.format('PORT').replace('MASTER_ADDR', 'MASTER_PORT')}"
             raise NotInitializedError(
-                f"{place.launcher} started {world.world_size} processes, but set no job number from which to choose "
-                f"a port. Give a free port: mpirun {both} ..."
+                f"{place.launcher} started {world.world_size} processes, but did not set a job number, from which "
+                f"to choose a port. Give a free port: mpirun {both} ..."
             )
         job = f"port {port}"
     if port is None:

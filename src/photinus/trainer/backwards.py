@@ -46,6 +46,7 @@ class Backwards:
         self._always_reached: set[int] = set()  # optimizers, by each backward
         self._watched = False  # while a body of the loop runs
         self._may_step = True  # in the running body
+        self._kept_gradient: tuple[Any, int] | None = None  # of a batch before the last of a step, with its version
         self._body = 0  # the running one, from 1
         self._settled = 0  # the last body after which no optimizer had gradients to use
         self._group = 0  # bodies whose gradients added up, up to the last one
@@ -138,6 +139,24 @@ class Backwards:
         for place, parameter in self._witnesses.items():
             self._kept.setdefault(place, parameter.grad is not None)
         return self._evaluations <= 1
+
+    def note_kept(self) -> None:
+        """Remember the gradients of a batch that is not the last of its step."""
+        if len(self._optimizers) == 1:  # of several, one may clear what another's loss has left
+            found = next((p for p in _parameters_of(self._optimizers[0]) if p.grad is not None), None)
+            self._kept_gradient = None if found is None else (found, found.grad._version)
+
+    def check_kept(self) -> None:
+        """Raise PhotinusError if the gradients that `note_kept` saw are gone."""
+        if self._kept_gradient is None:
+            return
+        (parameter, version), self._kept_gradient = self._kept_gradient, None
+        gradient = parameter.grad
+        if gradient is None or (gradient._version != version and not bool(gradient.any())):
+            raise PhotinusError(
+                f"the gradients of step {self._step} were cleared before its last batch (zero_grad()?): with "
+                f"accumulate=... they add up over its batches. Write it under `if loop.step_due`."
+            )
 
     def _reach(self, place: int, *_: Any) -> None:
         self._reached[place] = self._body

@@ -326,6 +326,8 @@ class Loop:
         """
         batch = self._running_batch("loop.backward(loss)")
         check_loss(loss)
+        if self._batches_done:
+            self._backwards.check_kept()
         counts = weight is None or batch.samples  # not samples that a stream repeats
         own, factor, counted_share = self._means.part(weight if counts else 0, share)
         if weight is None:
@@ -341,6 +343,8 @@ class Loop:
             weighted.backward()
         if weight is not None:
             self._means.backward_ended()
+        if not self.step_due:
+            self._backwards.note_kept()
         self._clock.backward_ended()
 
     @property
@@ -389,9 +393,15 @@ class Loop:
 
         Raises:
             ValueError: `max_norm` is not above 0.
+            PhotinusError: called before the last batch of a step.
         """
         if not max_norm > 0:
             raise ValueError(f"loop.clip: max_norm={max_norm}, but a number above 0 is needed")
+        if self._batch is not None and not self.step_due:
+            raise PhotinusError(
+                f"loop.clip before the last batch of step {self.step}: with accumulate=... the ranks' gradients are "
+                f"averaged in the last one. Write it under `if loop.step_due`."
+            )
         self._replicas.note(f"loop.clip in step {self.step}", {"max_norm": max_norm, "norm_type": norm_type})
         self._clock.optimizing_began()
         norm = self._strategy.clip(self._wrapped, max_norm, norm_type)

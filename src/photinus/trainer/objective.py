@@ -109,13 +109,13 @@ class StepObjective(Objective):
         self._step = step
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Return both: the function makes the forward."""
-        return model, batch
+        """Return the loss and its weight, None for a mean over samples: the function makes the forward."""
+        loss = self._step(model, batch)
+        return sum_and_weight("step", loss) if isinstance(loss, tuple) else (loss, None)
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Any]:
-        """Return the loss and its weight, None for a mean over samples."""
-        loss = self._step(outputs, targets)
-        return sum_and_weight("step", loss) if isinstance(loss, tuple) else (loss, None)
+        """Return what `forward` gave."""
+        return outputs, targets
 
     def sums(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
         """Return (sum, weight) of a batch of N samples."""

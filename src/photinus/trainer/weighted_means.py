@@ -123,7 +123,7 @@ class WeightedMeans:
 def _number(weight: Any) -> float:
     """A weight as a float. Of a GPU's tensor this waits."""
     try:
-        number = float(weight)
+        number = float(weight.detach() if isinstance(weight, Tensor) else weight)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"loop.backward: weight={weight!r}, but a number is needed, or a tensor of one") from None
     if not 0 <= number < math.inf:

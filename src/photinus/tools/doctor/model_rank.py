@@ -190,9 +190,17 @@ def _make_batch(trial: Trial, samples: int, device: Any) -> tuple[tuple[Any, ...
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
+    parts = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+    parts = parts if isinstance(parts, (tuple, list)) else [parts]
+    sizes = {len(each) for each in parts if isinstance(each, torch.Tensor) and each.dim()}
+    if sizes and samples not in sizes:
+        raise ValueError(
+            f"--batch {trial.batch}: {trial.batch}({samples}) returned tensors of {min(sizes)} samples, but {samples} "
+            f"are needed"
+        )
     if isinstance(inputs, Mapping):
         return (), {name: moved(value) for name, value in inputs.items()}
-    return tuple(moved(value) for value in (inputs if isinstance(inputs, (tuple, list)) else (inputs,))), {}
+    return tuple(moved(value) for value in parts), {}
 
 
 def _loss_of(output: Any) -> Any:

@@ -103,7 +103,8 @@ def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **
         else:
             with together(f"loading {path}", is_long=True):
                 if best is not None or step is not None:
-                    raise ValueError(f"best= and step= choose of a run's folder, but {path} is a file")
+                    kind = "is a file" if where.exists() else "does not exist"
+                    raise ValueError(f"best= and step= choose of a run's folder, but {path} {kind}")
                 digest = _verify(where) if where.exists() or place_in_group()[0] == 0 else ""
             place = ends.enter_context(seen_by_all(where, digest))
             read = partial(read_state_file, place, mapped=mapped, verified=place == where)

@@ -203,9 +203,9 @@ def check_schedulers(state: Mapping[str, Any], optimizers: Sequence[torch.optim.
         # Of a scheduler without an optimizer it is not known where it sets rates.
         if isinstance(over, torch.optim.Optimizer) and not any(id(group) in known for group in over.param_groups):
             raise ValueError(
-                f"the scheduler ({type(scheduler).__name__}) sets the rate of a different {type(over).__name__}, "
-                f"not of the loop's optimizer, whose rate would stay as it is: make the scheduler again, over this "
-                f"optimizer (or give the other one in state=...)"
+                f"the scheduler ({type(scheduler).__name__}) sets the learning rate of a different "
+                f"{type(over).__name__}, not of the loop's optimizer, whose rate would stay as it is: make the "
+                f"scheduler again, over this optimizer (or give the other one in state=...)"
             )
 
 
