@@ -44,7 +44,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3503,
+    "backend": 3502,
     "cli": 1745,
     "compat": 845,
     "job": 3317,
@@ -52,9 +52,9 @@ BUDGET = {
     "run": 4350,
     "runlog": 1760,
     "templates": 340,
-    "tools": 2993,
+    "tools": 3001,
     "top": 1685,
-    "trainer": 9632,
+    "trainer": 9662,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -158,9 +157,6 @@ def on_ranks(rank: int, world_size: int) -> dict[str, Any]:
         ours = case(DistributedDataParallel, rank)
         torch.manual_seed(0)
         found[case.__name__] = [ours, case(TORCH, rank)]
-    root = torch.ones(1).expand(3) if rank == 0 else torch.zeros(3)
-    dist.broadcast(root, 0)
-    found["broadcast"] = root.tolist()
     found["errors"] = errors(rank)
     return found
 
@@ -176,7 +172,6 @@ def test_scripts_that_hook_skip_and_branch_train_as_with_torchs_class() -> None:
             assert _flat(ours) == pytest.approx(_flat(theirs), rel=1e-5, abs=1e-6), case.__name__
         inside, plain = found["optimizers"]
         assert _flat(inside) == pytest.approx(_flat(plain), rel=1e-5)
-        assert found["broadcast"] == [1, 1, 1]
         assert "got a gradient after its bucket" in found["errors"]["skipped"]
         assert "mask is expanded" in found["errors"]["expanded"]
     assert ranks[0]["hooks_after_wrapping"] == ranks[1]["hooks_after_wrapping"]

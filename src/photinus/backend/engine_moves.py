@@ -60,9 +60,8 @@ class EngineMoves(EngineGroup):
         tensor = one_tensor(tensors, "broadcast")
         code, label = transfer_type(tensor.dtype)
         memory = Memory()
-        # Only the root is read, which may be expanded then; for all others the copy in would be wasted.
-        is_root = options.rootRank == self._rank
-        values = memory.input(tensor) if is_root else memory.output(tensor, load=False)
+        # Only the root is read; for all others the copy in would be wasted.
+        values = memory.output(tensor, load=options.rootRank == self._rank)
         where = {**whole(values, values), "shape": tensor.shape}
         return self._run(options, _BROADCAST, memory, [tensor], **where, dtype=code, root=options.rootRank, label=label)
 
