@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1745,
     "compat": 845,
     "job": 3317,
-    "parallel": 7088,
+    "parallel": 7089,
     "run": 4350,
     "runlog": 1760,
     "templates": 340,

@@ -1,9 +1,10 @@
 """The wrapped module's buffers (BatchNorm's running statistics, …): which ones are kept equal, and how.
 
-They travel with the gradients: at the end of each backward that is exchanged, every rank gets rank 0's. So whoever
+They travel with the gradients: at the end of each backward that is exchanged, every rank gets rank 0's. So code that
 looks between a backward and the next forward, to evaluate or to save, sees the same on all ranks, and a forward without
-a backward (evaluation, be it on one rank only) exchanges nothing. torch's class sets them before the next forward:
-training and evaluation on all ranks come out the same. After `no_sync`, each rank has its own, as there.
+a backward (evaluation, on one rank only too) exchanges nothing. torch's class sets them before the next forward. The
+difference shows where code changes buffers between a backward and the next forward: that forward then uses each rank's
+own. After `no_sync`, each rank has its own, as there.
 """
 
 from __future__ import annotations
