@@ -515,7 +515,8 @@ def test_a_scheduler_of_another_optimizer_is_refused(world: Any) -> None:
     optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
     options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "report": QUIET}
-    with pytest.raises(ValueError, match=r"StepLR\) sets the learning rate of a different SGD.* make the sch"):
+    text = r"StepLR\) sets the learning rate of a different SGD.* make the scheduler again"
+    with pytest.raises(ValueError, match=text):
         photinus.Loop(model, optimizer, Numbered(8), state={"scheduler": scheduler}, **options)
     photinus.Loop(model, optimizer, Numbered(8), state={"scheduler": scheduler, "other": other}, **options)
 

@@ -105,7 +105,7 @@ class Forwards:
                 return call()
             except CollectiveError:  # the other ranks know already
                 raise
-            except Exception as error:  # noqa: BLE001 - raised after the last round, when the other ranks have been told
+            except Exception as error:  # noqa: BLE001 - raised after the last round, as on all ranks
                 self.error = error
         return None
 
@@ -138,7 +138,7 @@ def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
 
     Without SyncBatchNorm they differ between the ranks. DDP does the same before each forward that trains, so this
     changes nothing for training; a model that asked DDP not to (broadcast_buffers=False) keeps its own, as do the
-    buffers that DDP was told to ignore.
+    buffers that DDP ignores.
     """
     if session.world_size == 1 or not exchanges_gradients(model) or not getattr(model, "broadcast_buffers", True):
         return

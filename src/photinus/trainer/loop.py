@@ -377,7 +377,7 @@ class Loop:
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients add up and are not averaged yet; `accumulate` needs none.
 
-        For all but the last of several backwards of one batch, or where you choose anew which batches make a step. Each
+        For all but the last of several backwards of one batch, or where you choose the batches of a step yourself. Each
         batch then counts as a step, and a checkpoint waits for the optimizer's next one. The forward must be inside.
         """
         return self._strategy.no_sync(self._wrapped)

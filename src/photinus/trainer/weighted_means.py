@@ -2,7 +2,7 @@
 
 The mean over the global batch is sum(n * loss) / sum(n), over all ranks and all batches of a step. The sum of n of all
 ranks is known before a backward, by an all-reduce of one number, and each rank multiplies its loss by
-world size * n / sum(n). So gradients are right when they are exchanged, whoever exchanges, clips or checks them, and as
+world size * n / sum(n). So gradients are right for all code that exchanges, clips or checks them, and as
 large as those of a plain mean, which suits bfloat16 and float16 on the wire. (A factor behind the exchange would save
 that wait, and cost a pass over all gradients in each step.)
 

@@ -1,7 +1,7 @@
 """The folder of a run: from where the run starts, its checkpoints and numbers, and how it ended. Rank 0 writes it.
 
 Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases, the loggers' folders, curves.png,
-earlier-1/ (what lay here before a run that began anew) and .run.lock.
+earlier-1/ (the files of the run before, when a run started over) and .run.lock.
 """
 
 from __future__ import annotations
