@@ -214,7 +214,7 @@ class Loop:
         self._batch: Batch | None = None  # the one whose body runs
         self._batches_done = 0  # of the running step
         self._validated_s = self._session.aside_s
-        self._save_wanted = False
+        self._save_wanted, self._is_writing = False, False
         self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
@@ -516,6 +516,7 @@ class Loop:
                 self._numbers.drop_last()
             self._progress.close()
             watch.close()
+            self._folder.settle()  # left early
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -593,10 +594,12 @@ class Loop:
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
-        wishes = self._stop_wanted, saves and self._has_to_wait(), due
-        stops, self._waits_for_step, self._save_is_due = self._numbers.exchange(
+        wishes = self._stop_wanted, saves and self._has_to_wait(), due, self._folder.has_written
+        stops, self._waits_for_step, self._save_is_due, is_written = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
+        if is_written:
+            self._collect()
         if stops:
             position.stopped_of = self._spec.length.wanted
             self._folder.tell("stop", position.step, epoch=self.epoch)
@@ -615,13 +618,27 @@ class Loop:
         self._progress.end_row(row, measurements(row), epoch_ended=epoch_ended)
 
     def _save(self) -> None:
+        self._collect()
         self._save_wanted = False
         self._saved_step = self._position.step
         if self.out is not None:
-            self.checkpoint = self._saves.save(self._position, self._folder)
+            path = self._saves.save(self._position, self._folder)
+            self._is_writing = path is None
+            self._note_saved(path)
+
+    def _collect(self) -> None:
+        """Wait for the checkpoint that is being written, if one is."""
+        if self._is_writing:
+            self._is_writing = False
+            self._note_saved(self._saves.collect(self._folder))
+
+    def _note_saved(self, path: Path | None) -> None:
+        if path is not None:
+            self.checkpoint = path
             status.tell(saved=self._saved_step)
 
     def _leave_suspended(self) -> None:
+        self._collect()
         words = f"step {self._position.step}, saved in {self.checkpoint}"
         self._progress.close()
         if self._session.is_main and env.STATUS_FILE.get() is None:  # else the launcher says it
@@ -631,6 +648,7 @@ class Loop:
     def _finish(self) -> None:
         if self._saved_step != self._position.step:
             self._save()
+        self._collect()
         self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)
         self._folder.finish("stopped" if self._position.stopped_of else "finished")
         if self._progress.shown:

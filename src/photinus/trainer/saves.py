@@ -77,8 +77,11 @@ class Saves:
                 )
             PlainState(state_of(item), name)
 
-    def save(self, position: Position, folder: RunFolder) -> Path:
-        """Saves model, optimizer, position and each rank's random numbers, atomically; returns the checkpoint's path.
+    def save(self, position: Position, folder: RunFolder) -> Path | None:
+        """Saves model, optimizer, position and each rank's random numbers, atomically.
+
+        Returns:
+            The checkpoint's path; None: a copy of it is being written, and `collect` has to follow before another one.
 
         Raises:
             CheckpointError, OSError, ValueError: it could not be written; every rank raises.
@@ -93,7 +96,7 @@ class Saves:
                 **{name: state_of(item) for name, item in self._others.items()},
             }
 
-        def write() -> str:
+        def write() -> str | None:
             content = {
                 **trained,
                 **({} if stream is None else {_STREAM: stream}),
@@ -114,9 +117,16 @@ class Saves:
                 )
             self._rows_saved = len(rows)
             description = position.description(self._spec.length.describe(position))
-            return str(folder.save(step, content, description, rows[-1] if is_rows else None))
+            path = folder.save(step, content, description, rows[-1] if is_rows else None)
+            return None if path is None else str(path)
 
-        return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {folder.path}", is_long=True))
+        path = from_rank_0(write, f"saving the checkpoint of step {step} in {folder.path}", is_long=True)
+        return None if path is None else Path(path)
+
+    def collect(self, folder: RunFolder) -> Path | None:
+        """Waits for the checkpoint that is being written; returns its path. Raises as `save` does, on all ranks."""
+        path = from_rank_0(lambda: str(folder.collect() or ""), f"writing a checkpoint in {folder.path}", is_long=True)
+        return Path(path) if path else None
 
     def load(self, checkpoint: Checkpoint, batches_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.

@@ -143,7 +143,7 @@ def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
         ranks = [f"rank {rank} ({text})" for rank, (_, text) in failed.items()]
         causes = "; ".join(ranks[:4]) + (f"; and {len(ranks) - 4} more ranks" if len(ranks) > 4 else "")
         first_class, _ = next(iter(failed.values()))
-        raise _error_class(first_class)(
+        raise error_class(first_class)(
             f"{doing} failed on {causes}. This rank ({place_in_group()[0]}) had no error of its own."
         )
 
@@ -212,7 +212,7 @@ class LongWork:
                 self._store.add(self._key, 1)
 
 
-def _error_class(name: str) -> type[Exception]:
+def error_class(name: str) -> type[Exception]:
     """The class of a peer's error, if it is one of ours or a plain built-in one; PhotinusError otherwise."""
     ours = getattr(errors, name, None)
     if isinstance(ours, type) and issubclass(ours, PhotinusError):

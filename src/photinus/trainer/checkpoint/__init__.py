@@ -6,4 +6,6 @@ manifest   manifest.json: what a checkpoint consists of, so that a damaged one c
 position   how far a run has come, and how long it is: N epochs, or N steps
 statefile  `photinus.save` and `photinus.load`: states in one file, which plain torch.load reads, too
 states     from objects to plain states that a file can hold, and back, all or none
+writer     a process that writes checkpoints while the ranks train on: the end of it in a rank
+writer_process  its other end
 """

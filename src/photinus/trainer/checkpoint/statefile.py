@@ -32,6 +32,7 @@ from .durable import (
 )
 from .folder import find_checkpoint, on_all_ranks, seen_by_all
 from .states import PlainState, apply_states, check_states, state_of
+from .writer import FILE_WRITER, Order
 
 _COMMENT = b"photinus crc32 of 16 MiB blocks "  # 8 digits follow
 _COMMENT_BYTES = len(_COMMENT) + 8
@@ -39,7 +40,7 @@ _END_BYTES = 22  # zip's end-of-central-directory record; its last two bytes are
 _END_MAGIC = b"PK\x05\x06"
 
 
-def save(path: str | os.PathLike[str], **state: Any) -> None:
+def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> None:
     """Save objects in one file, atomically. All ranks call it; rank 0 writes.
 
         photinus.save("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches, epoch=epoch)
@@ -49,6 +50,8 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
 
     Args:
         path: path of the file. Missing folders are created.
+        wait: False returns when the state is copied: another process writes the file meanwhile. The next `save` or
+            `load`, and the end of the session, wait for it; what went wrong is raised there.
         state: by name: objects with state_dict, tensors, numbers, text, and lists and dicts of these. A model may be
             wrapped; the file has the names of the plain model. Of a `photinus.loader` the position is saved, so that
             the order of the samples continues, also inside an epoch.
@@ -59,11 +62,22 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
     """
     path = Path(path)
     with together(f"saving {path}", is_long=True):
+        finish_writing()
         if not state:
             raise ValueError(f"nothing to save in {path}: give it by name, as in save(path, model=model, epoch=3)")
         states = {name: state_of(value) for name, value in state.items()}  # on all ranks: some exchange for theirs
         if place_in_group()[0] == 0:
-            write_state_file(path, states)
+            plain = PlainState(states, "state")
+            if wait or not FILE_WRITER.has_room(plain.needed_bytes):
+                write_state_file(path, plain.value)
+            else:
+                FILE_WRITER.write(Order(str(path.absolute())), plain.value)
+
+
+def finish_writing() -> None:
+    """Waits for the file that `save(wait=False)` is writing on this rank. Raises as `save` does."""
+    if FILE_WRITER.is_busy:
+        FILE_WRITER.collect()
 
 
 def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **objects: Any) -> dict[str, Any]:
@@ -96,7 +110,12 @@ def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **
     # Ranks of a host share what they map, so there are not as many whole copies as ranks.
     mapped = place_in_group()[1] > 1
     with contextlib.ExitStack() as ends:
-        if from_rank_0(where.is_dir, f"looking at {where}"):
+
+        def is_folder() -> bool:
+            finish_writing()
+            return where.is_dir()
+
+        if from_rank_0(is_folder, f"looking at {where}", is_long=True):
             checkpoint = ends.enter_context(on_all_ranks(lambda: find_checkpoint(where, best=best, step=step)))
             assert checkpoint is not None, "one was found"
             read = partial(checkpoint.load, mapped=checkpoint.entries if mapped else ())

@@ -27,6 +27,8 @@ from ...words import mask
 from ..checkpoint.durable import explain_no_space, require_space
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, on_all_ranks
 from ..checkpoint.position import Position
+from ..checkpoint.states import PlainState
+from ..checkpoint.writer import LEAST_BYTES, WRITER, Order
 from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.replicas import plain
@@ -53,6 +55,7 @@ class RunFolder:
     """
 
     _begun = 0  # runs with a folder, in this process
+    _writing: RunFolder | None = None  # whose checkpoint WRITER has
 
     def __init__(
         self,
@@ -73,6 +76,8 @@ class RunFolder:
         self._loggers = Loggers((), say)
         self._lock: RunLock | None = None  # on rank 0
         self._position: Position | None = None  # of a run whose end is not recorded yet
+        self._saved: tuple[int, Row | None] = (-1, None)  # step and row of the checkpoint that is being written
+        self._newest: Path | None = None
         self._source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
         self._moved: str | None = None  # a note, where the run is not in the folder that the user gave
         self._options: dict[str, JSON] = {**spec.to_dict(), "resume": None if resume is None else str(resume)}
@@ -93,6 +98,7 @@ class RunFolder:
         """
 
         def choose() -> Checkpoint | None:
+            self.settle()  # another loop's, which was left
             if self.path is not None:
                 with explain_no_space(self.path, self._least_bytes):
                     self._lock = lock = RunLock(self.path)
@@ -203,10 +209,15 @@ class RunFolder:
                 error.filename = str(self.path)
             self.error = self.error or error
 
-    def save(self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], row: Row | None) -> Path:
-        """Saves a checkpoint, after the numbers up to it are durable; returns its path.
+    def save(
+        self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], row: Row | None
+    ) -> Path | None:
+        """Saves a checkpoint, after the numbers up to it are durable.
 
         `row` is the row of metrics.csv that it ends, if it ends one; all else is as for CheckpointFolder.save.
+
+        Returns:
+            Its path; None, if it is large: then another process writes a copy of it (see `collect`).
 
         Raises:
             OSError: an earlier one in writing numbers.
@@ -219,9 +230,46 @@ class RunFolder:
         if self.error is not None:
             raise self.error
         metric = None if self._best is None or row is None else row.get(self._best)
+        self._saved = step, row
+        plain = {entry: PlainState(value, entry) for entry, value in content.items()}
+        needed_bytes = sum(each.needed_bytes for each in plain.values())
+        state = {entry: each.value for entry, each in plain.items()}
+        if needed_bytes >= LEAST_BYTES and WRITER.has_room(needed_bytes):
+            saving, folder = self._spec.saving, str(self._checkpoints.folder.absolute())
+            WRITER.write(Order(folder, step, description, metric, saving.keep_last, saving.best), state)
+            RunFolder._writing = self
+            return None
         began = time.perf_counter()
-        path = self._checkpoints.save(step, content, description=description, metric=metric)
-        self.tell("checkpoint", step, name=path.name, seconds=round(time.perf_counter() - began, 6))
+        path = self._checkpoints.save(step, state, description=description, metric=metric)
+        return self._tell_saved(path, time.perf_counter() - began)
+
+    @property
+    def has_written(self) -> bool:
+        """Return whether a checkpoint was written meanwhile (or not), and `collect` would not wait."""
+        return RunFolder._writing is self and WRITER.has_answered
+
+    def collect(self) -> Path | None:
+        """Waits for the checkpoint that is being written; returns the newest one's path. Raises as `save` does."""
+        if RunFolder._writing is self:
+            RunFolder._writing = None
+            path, seconds = WRITER.collect()
+            self._tell_saved(self._checkpoints.folder / Path(path).name, seconds)
+        return self._newest
+
+    @staticmethod
+    def settle() -> None:
+        """Waits for the checkpoint that is being written, where a failure can only be told. For any rank."""
+        folder = RunFolder._writing
+        try:
+            if folder is not None:
+                folder.collect()
+        except (OSError, ValueError, PhotinusError) as failure:
+            say(f"warning: {failure}")
+
+    def _tell_saved(self, path: Path, seconds: float) -> Path:
+        self._newest = path
+        step, row = self._saved
+        self.tell("checkpoint", step, name=path.name, seconds=round(seconds, 6))
         if self._best is not None and row is not None and self._best not in row:
             raise ValueError(
                 f"best={self._best!r}: nothing of that name was logged; there is {', '.join(sorted(row))}. What was "
@@ -239,6 +287,7 @@ class RunFolder:
 
     def _record_end(self, error: BaseException | None) -> None:
         """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
+        self.settle()
         how, text = "error", ""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             how, error = "left", None

@@ -31,6 +31,7 @@ from ...job.own_address import interface_of, own_address, reaches_from
 from ...job.rendezvous import find_rendezvous
 from ...job.world import World, check_company
 from ...parallel.exchange.agreement import gather_per_rank
+from ..checkpoint.statefile import finish_writing
 from ..data import rng
 from ..data.arguments import explains_unknown
 from . import preemption
@@ -124,6 +125,7 @@ class Session:
         preemption.close()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
+        finish_writing()
 
     def close_at_exit(self) -> None:
         """Close the session when the interpreter exits, perhaps because of an error that nobody caught."""

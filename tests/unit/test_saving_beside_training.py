@@ -1,0 +1,144 @@
+"""Checkpoints that another process writes from memory, while the loop trains on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import photinus
+from photinus import Saving
+from photinus.errors import CheckpointError
+from photinus.runlog.events import read_events
+from photinus.trainer.checkpoint import writer
+from photinus.trainer.checkpoint.folder import CheckpointFolder
+from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER
+from photinus.trainer.record import run_folder
+from tests.small_run import QUIET, CutOffError, Numbered, train
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    with photinus.init("gloo", "cpu", seed=0) as session:
+        yield session
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    WRITER.close()
+    FILE_WRITER.close()
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state is large enough."""
+    monkeypatch.setattr(run_folder, "LEAST_BYTES", 0)
+
+
+def _loop(out: Path, **options: Any) -> photinus.Loop:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return photinus.Loop(
+        model, optimizer, Numbered(12), **{"batch_size": 4, "epochs": 2, "out": out, "report": QUIET, **options}
+    )
+
+
+def _train(loop: photinus.Loop, kill_at: int = 0) -> None:
+    for batch in loop:
+        loop.backward(loop.model(batch.float().reshape(-1, 1)).square().mean())
+        loop._optimizer.step()
+        loop._optimizer.zero_grad()
+        if loop.step == kill_at:
+            assert WRITER._process is not None
+            WRITER._process.send_signal(signal.SIGKILL)
+            WRITER._process.wait()
+
+
+def test_it_is_the_checkpoint_that_would_have_been_written_at_once(
+    tmp_path: Path, world: Any, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "beside", epochs=2)
+    monkeypatch.setattr(run_folder, "LEAST_BYTES", 1 << 60)
+    train(tmp_path / "at once", epochs=2)
+    ours, theirs = (CheckpointFolder(tmp_path / name / "checkpoints").newest() for name in ("beside", "at once"))
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.step, ours.description["place"], ours.entries) == (12, theirs.description["place"], theirs.entries)
+    for entry in ("model", "optimizer", "rng"):
+        assert str(ours.load()[entry]) == str(theirs.load()[entry])
+
+
+def test_what_was_being_written_when_the_script_failed_is_resumed(tmp_path: Path, beside: None) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, epochs=2, cut_at_step=8, save_every=7)
+    newest = CheckpointFolder(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.step == 7
+    assert [event.step for event in read_events(tmp_path) if event.kind == "checkpoint"] == [6, 7]
+
+
+def test_a_failed_write_is_raised_in_the_loop_and_older_checkpoints_stay(
+    tmp_path: Path, world: Any, beside: None
+) -> None:
+    _train(_loop(tmp_path))
+    loop = _loop(tmp_path, epochs=4, save=Saving(every_steps=1))
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 7 in .*checkpoints was not written: .*SIGKILL"):
+        _train(loop, kill_at=8)
+    newest = CheckpointFolder(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.step in (6, 7)  # the last one may have been complete
+
+
+def test_what_is_wrong_with_the_folder_is_raised_as_if_written_at_once(
+    tmp_path: Path, world: Any, beside: None
+) -> None:
+    loop = _loop(tmp_path)
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="checkpoints is a file; checkpoints need a folder"):
+        _train(loop)
+
+
+def test_the_event_of_a_checkpoint_comes_when_it_is_on_the_disk(tmp_path: Path, world: Any, beside: None) -> None:
+    _train(_loop(tmp_path, save=Saving(every_steps=2)))
+    told = [event.step for event in read_events(tmp_path) if event.kind == "checkpoint"]
+    assert told == [2, 3, 4, 6]
+
+
+def test_a_host_without_room_for_a_copy_writes_at_once(
+    tmp_path: Path, world: Any, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_SPARE", 1.0)
+    monkeypatch.setattr(WRITER, "write", None)
+    _train(_loop(tmp_path))
+    assert CheckpointFolder(tmp_path / "checkpoints").newest() is not None
+
+
+# -- photinus.save(wait=False) ---------------------------------------------------------------------------------------
+
+
+def test_save_without_waiting_is_there_for_the_next_load(tmp_path: Path, world: Any, beside: None) -> None:
+    weight = torch.arange(5.0)
+    photinus.save(tmp_path / "x.pt", wait=False, weight=weight)
+    weight.zero_()
+    assert photinus.load(tmp_path / "x.pt")["weight"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_went_wrong_is_raised_by_the_next_save_or_at_the_end(tmp_path: Path, beside: None) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with photinus.init("gloo", "cpu"):
+        photinus.save(tmp_path / "file" / "x.pt", wait=False, step=1)
+        with pytest.raises(CheckpointError, match=r"x\.pt could not be written"):
+            photinus.save(tmp_path / "y.pt", step=2)
+    with pytest.raises(CheckpointError, match=r"x\.pt could not be written"), photinus.init("gloo", "cpu"):
+        photinus.save(tmp_path / "file" / "x.pt", wait=False, step=1)
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, world: Any, beside: None) -> None:
+    with pytest.raises(TypeError, match="cannot be saved"):
+        photinus.save(tmp_path / "x.pt", wait=False, thing=os)
