@@ -32,7 +32,7 @@ _SPARE = 0.2  # of the host's memory, stays free
 
 @dataclass(frozen=True)
 class Order:
-    """The place of what is to be written: a checkpoint in a folder of them, or (where `step` is None) a file of `photinus.save`.
+    """The place to write to: a checkpoint in a folder of them, or (where `step` is None) a file of `photinus.save`.
 
     Attributes:
         path: the folder, or the file.
