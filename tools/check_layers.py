@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4350,
     "runlog": 1760,
     "templates": 340,
-    "tools": 3001,
+    "tools": 3020,
     "top": 1685,
     "trainer": 10015,
 }

@@ -80,6 +80,8 @@ def test_another_batch_is_refused_with_what_is_needed(text: str) -> None:
     [
         (["--model", "train.py"], "needs FILE.py:FUNCTION"),
         (["--model", "nowhere.py:f", "--batch", "8,4"], "there is no file nowhere.py"),
+        (["--model", f"{__file__}:siad", "--batch", "8,4"], "has no function siad. Did you mean said?"),
+        (["--model", f"{__file__}:said", "--batch", "some_btach,4"], "no function some_btach"),
         (["--model", "torch:f"], "needs --batch too"),
         (["--batch", "8,4"], "--model"),
         (["--model", "a:b", "--batch", "8,4", "--backend", "mpi"], "photinus, gloo"),

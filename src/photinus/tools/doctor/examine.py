@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from pathlib import Path
 from ...cli.flag_values import port, positive_seconds
 from ...cli.parser import Parser
 from ...errors import UsageError
+from ...words import hint
 from .finding import report, terminal
 from .gpus import look_at_gpus
 from .host import look_at_host
@@ -95,11 +97,28 @@ def _examine_model(options: Namespace) -> int:
         raise UsageError(f"photinus doctor --model {options.model}: needs FILE.py:FUNCTION, as train.py:make_model.")
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"photinus doctor --model {options.model}: there is no file {place}.")
+    if place.endswith(".py"):
+        batch = options.batch[0] if options.batch is not None else None
+        _check_names(Path(place), [function, *([batch] if isinstance(batch, str) else [])])
     if options.batch is None:
         raise UsageError("photinus doctor --model needs --batch too, as --batch 64,3,32,32 or --batch make_batch,64.")
     batch, samples = options.batch
     trial = Trial(options.model, batch, samples, backend=options.backend, timeout_s=options.timeout)
     return examine_model(trial, as_json=options.json)
+
+
+def _check_names(path: Path, functions: Sequence[str]) -> None:
+    """Refuses a function that a file does not have, before ranks start. The file's text is read, and not run."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):  # a rank shows what is wrong with it
+        return
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for function in functions:
+        if function not in names and "*" not in names:
+            raise UsageError(f"photinus doctor: {path} has no function {function}.{hint(function, names)}")
 
 
 def _examine_hosts(options: Namespace) -> int:
