@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .parallel import SyncBatchNorm as SyncBatchNorm
     from .parallel import trace as trace
     from .run.from_python import launch as launch
+    from .trainer import EarlyStopping as EarlyStopping
     from .trainer import Loop as Loop
     from .trainer import MLflow as MLflow
     from .trainer import Reporting as Reporting
@@ -48,7 +49,7 @@ _HOMES = {
         "run.from_python": ("launch",),
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
-            *("Loop", "MLflow", "Reporting", "Saving", "Suspended", "TensorBoard", "Trainer", "Wandb"),
+            *("EarlyStopping", "Loop", "MLflow", "Reporting", "Saving", "Suspended", "TensorBoard", "Trainer", "Wandb"),
             *("backward", "evaluate", "init", "load", "loader", "predict", "save"),
             *("suspend", "suspend_requested", "unwrap", "wrap"),
         ),

@@ -255,7 +255,7 @@ def test_a_best_that_no_row_will_have_is_refused_before_any_work(tmp_path: Path)
         (
             "-valid_los",
             points(8),
-            r"best='valid_los': a row of this training has loss, right, valid_loss. Did you",
+            r"best='-valid_los': a row of this training has loss, right, valid_loss. Did you",
         ),
         ("right", None, r"best='right': a row of this training without a valid_set has loss\."),
     ):

@@ -8,6 +8,7 @@ backwards    which gradients a loop made: a step on others is an error; and back
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    from a batch to its loss, and the weight of that
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
+early_stopping  the end of a run before its last epoch, by what its rows say
 forwards     blocks of a data set, each computed once, by one rank
 evaluation   validation on all ranks, every sample exactly once
 prediction   a model's outputs for a data set, in its order
@@ -22,6 +23,7 @@ from .checkpoint.folder import CheckpointFolder
 from .checkpoint.statefile import load, save
 from .checkpoint.states import unwrap
 from .data.loader import loader
+from .early_stopping import EarlyStopping
 from .evaluation import evaluate
 from .loop import Loop
 from .prediction import predict
@@ -35,6 +37,7 @@ from .trainer import Result, Trainer
 
 __all__ = [
     "CheckpointFolder",
+    "EarlyStopping",
     "Loop",
     "MLflow",
     "Reporting",

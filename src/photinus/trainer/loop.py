@@ -36,6 +36,7 @@ from .checkpoint.position import Length, Position
 from .data import rng
 from .data.arguments import explains_unknown
 from .data.loader import Batch, Loader, note_place, train_batches
+from .early_stopping import EarlyStopping, reason_to_stop
 from .record.config import user_options
 from .record.loggers import check_packages
 from .record.run_folder import RunFolder
@@ -86,8 +87,10 @@ class Loop:
             changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues along
             the new curve. All else is the checkpoint's.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a learning-rate scheduler,
-            a GradScaler, an average of the weights, a second optimizer, a second model that is wrapped). The body
-            calls what they do. Must be equal on all ranks. Each is a file of the checkpoint, under its name.
+            a GradScaler, a second optimizer, a second model that is wrapped). The body calls what they do. Must be
+            equal on all ranks. Each is a file of the checkpoint, under its name. The loop itself uses a
+            `photinus.EarlyStopping`, and objects with `after_row(row)`: rank 0 calls it after each whole row of
+            metrics.csv, and a text that it returns ends the run.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, every N steps (counted over the
             whole run) and at the run's end; None: at the end of each epoch.
         save: a `photinus.Saving`: when to save, and which checkpoints to keep. Default: at each epoch's end and every
@@ -162,6 +165,9 @@ class Loop:
             self._accumulate = int(accumulate)
             wrapping: Mapping[str, JSON] = vars(self._wrapped).get(WRAPPED, {"strategy": self._strategy.name})
             training = {**wrapping, "accumulate": self._accumulate, **(_body or {})}
+            training |= {str(name): repr(each) for name, each in others.items() if isinstance(each, EarlyStopping)}
+            self._judges = [each for each in others.values() if callable(getattr(each, "after_row", None))]
+            self._stopped_by = ""  # text: why it ended before its last epoch
             self._loader = train_batches(train_set, batch_size, (session.rank, session.world_size), session.device)
             batches, shares = self._loader, self._loader.shares
             order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
@@ -206,6 +212,7 @@ class Loop:
                 self._position, self._rng = self._saves.load(checkpoint, self._batches_per_epoch)
                 self._saved_step = self._position.step
                 self.resumed_from = self.checkpoint = checkpoint.path
+                self._judge_again()
                 status.tell(saved=self._saved_step)
         length = self._spec.length
         of_epoch = self._position, self._batches_per_epoch, self._accumulate
@@ -229,6 +236,8 @@ class Loop:
             return
         if self.finished:
             done, advice = length.describe_nothing_to_do(self._position)
+            if self._stopped_by:
+                advice = "give more patience to continue, or resume='never' to start over"
             say(f"finished already: {done} ({self.resumed_from}), nothing to do; {advice}")
             if self.out is not None and str(self.out) in _trained_in:
                 warnings.warn(
@@ -240,6 +249,15 @@ class Loop:
             say(self.summary())
         elif self.resumed_from is not None:
             say(f"resumed from {self.resumed_from}: {length.describe(self._position)}")
+
+    def _judge_again(self) -> None:
+        """End a run that early stopping ended, however long it may be now; unless there is more patience."""
+        own = [each for each in self._judges if isinstance(each, EarlyStopping)]
+        self._stopped_by = next((each.stopped for each in own if each.stopped), "")
+        if self._stopped_by:
+            self._position.stopped_of = self._spec.length.wanted
+        elif any(each.goes_on for each in own):
+            self._position.stopped_of = 0
 
     # -- what the body reads -----------------------------------------------------------------------------------------
 
@@ -616,6 +634,9 @@ class Loop:
         self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
         self._progress.end_row(row, measurements(row), epoch_ended=epoch_ended)
+        if whole and (reason := reason_to_stop(self._judges, row, is_main=self._session.is_main)):
+            self._stopped_by, position.stopped_of = reason, self._spec.length.wanted
+            self._folder.tell("stop", position.step, epoch=self.epoch, text=reason)
 
     def _save(self) -> None:
         self._collect()
@@ -650,14 +671,14 @@ class Loop:
             self._save()
         self._collect()
         self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)
-        self._folder.finish("stopped" if self._position.stopped_of else "finished")
+        self._folder.finish("stopped" if self._position.stopped_of else "finished", self._stopped_by)
         if self._progress.shown:
             say(self.summary())
 
     def summary(self) -> str:
         """Return how far the run is, its last numbers, and (on rank 0) where the results are: one or two lines."""
         position = self._position
-        how = self._spec.length.describe_end(position)
+        how = self._spec.length.describe_end(position) + f" ({self._stopped_by})" * bool(self._stopped_by)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
         return "\n".join(filter(None, (f"{how}, {shown}" if shown else how, self._folder.describe())))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from ..words import hint
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if
 from .data.loader import loader
+from .early_stopping import EarlyStopping
 from .evaluation import Metric, check_functions, evaluate
 from .forwards import Data
 from .loop import Loop, measurements
@@ -34,7 +36,7 @@ from .session.session import Session, current_session, init
 from .session.wrapping import WRAPPED, exchanges_gradients, wrap
 
 LossFunction = Callable[[Tensor, Tensor], Any]
-Callback = Callable[[Loop], None]
+Callback = Callable[[Loop], None] | EarlyStopping | Any
 _PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -100,8 +102,9 @@ class Trainer:
             cuts an epoch short, a longer run ends it, and then steps the scheduler.
         clip_norm: largest norm of the gradients over the whole model; None does not clip.
         validate_every_steps: validate every N steps and at the run's end, instead of at the end of each epoch.
-        callbacks: functions called as callback(loop) after each validation. They may call `loop.log(...)` and
-            `loop.stop()`.
+        callbacks: functions called as callback(loop) after each validation, which may call `loop.log(...)` and
+            `loop.stop()`. And objects that a Loop uses in `state`: a `photinus.EarlyStopping`, or others with
+            state_dict and load_state_dict. They are saved under the name of their class, such as early_stopping.
 
     Backend, device and seed are those of `with photinus.init(...):` around `fit`. Without one, they are its defaults:
     the order of the samples is that of seed 0, and dropout differs from run to run. Create the model inside too, if
@@ -143,7 +146,7 @@ class Trainer:
             "accumulate": accumulate,
             "out": out,
             "resume": resume,
-            "state": None if scheduler is None else {"scheduler": scheduler},
+            "state": {**({} if scheduler is None else {"scheduler": scheduler}), **_by_name(callbacks)},
             "validate_every_steps": validate_every_steps,
             "save": Saving() if save is None else save,
             "report": Reporting() if report is None else report,
@@ -179,7 +182,8 @@ class Trainer:
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
         self._body: dict[str, JSON] = {"precision": precision, "clip_norm": clip_norm}
         self._body |= {"scheduler_every": scheduler_every}
-        self._callbacks = tuple(callbacks)
+        self._callbacks = [each for each in callbacks if callable(each)]
+        self._stoppings = [each for each in callbacks if isinstance(each, EarlyStopping)]
 
     def fit(self, train_set: Data, valid_set: Data | None = None) -> Result:
         """Train to the last epoch, or continue an earlier run.
@@ -207,7 +211,7 @@ class Trainer:
             model, optimizer = self._wrap(session)
             if self._precision == "float16":
                 self._scaler = self._scaler or torch.amp.GradScaler(session.device.type)
-                self._loop_options["state"] = {**(self._loop_options["state"] or {}), "scaler": self._scaler}
+                self._loop_options["state"] = {**self._loop_options["state"], "scaler": self._scaler}
             batch_size = self._batch_size
             loop = Loop(model, optimizer, train_set, batch_size=batch_size, **self._loop_options, _body=self._body)
             if not loop.finished:
@@ -237,14 +241,15 @@ class Trainer:
             return self._result(loop)
 
     def _check_best(self, validates: bool) -> None:
-        """Refuses a `best` that no row will have; what callbacks log is not known."""
-        best = (self._best or "loss").removeprefix("-")
+        """Refuses a metric, to choose by, that no row will have; what callbacks log is not known."""
         known = ["loss", *self._metrics] if validates else ["loss"]
-        if not self._callbacks and best not in (*known, *OWN_COLUMNS):
-            lacking = " without a valid_set" * (not validates)
-            raise ValueError(
-                f"best={best!r}: a row of this training{lacking} has {', '.join(known)}.{hint(best, known, show=repr)}"
-            )
+        metrics = {f"best={self._best!r}": self._best or "loss", **{repr(e): e.metric for e in self._stoppings}}
+        for what, metric in metrics.items() if not self._callbacks else ():
+            name = metric.removeprefix("-")
+            if name not in (*known, *OWN_COLUMNS):
+                lacking = " without a valid_set" * (not validates)
+                there = f"a row of this training{lacking} has {', '.join(known)}.{hint(name, known, show=repr)}"
+                raise ValueError(f"{what}: {there}")
 
     def _wrap(self, session: Session) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the wrapped model and its optimizer, the same as in an earlier `fit` of this `photinus.init`."""
@@ -311,6 +316,24 @@ class Trainer:
         )
 
 
+def _kind(each: Any) -> str:
+    return f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+
+
+def _has_state(each: Any) -> bool:
+    return callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+
+
+def _by_name(callbacks: Any) -> dict[str, Any]:
+    """Return those that a checkpoint keeps, by the names of their classes: early_stopping, and early_stopping_2."""
+    found: dict[str, Any] = {}
+    for each in filter(_has_state, callbacks if isinstance(callbacks, Sequence) else ()):
+        name = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", type(each).__name__).lower()
+        number = 1 + sum(re.sub("_[0-9]+$", "", other) == name for other in found)
+        found[name if number == 1 else f"{name}_{number}"] = each
+    return found
+
+
 def _check_kinds(losses: Mapping[str, Any], metrics: Any, scheduler: Any, callbacks: Any) -> None:
     """Refuses what would fail where it is first called, at the end of an epoch perhaps."""
     if metrics is not None and not isinstance(metrics, Mapping):
@@ -323,12 +346,14 @@ def _check_kinds(losses: Mapping[str, Any], metrics: Any, scheduler: Any, callba
     functions = {name: each for name, each in losses.items() if each is not None}
     check_functions({**functions, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}})
     for place, callback in enumerate(callbacks):
-        if not callable(callback):
-            raise TypeError(f"callbacks[{place}] is a {type(callback).__name__}, but a function (loop) is needed")
+        if isinstance(callback, type) or not (callable(callback) or _has_state(callback)):
+            raise TypeError(
+                f"callbacks[{place}] is {_kind(callback)}, but a function (loop) is needed, or an object with "
+                f"state_dict and load_state_dict, such as photinus.EarlyStopping"
+            )
     if isinstance(scheduler, type) or not (scheduler is None or callable(getattr(scheduler, "step", None))):
-        kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
         raise TypeError(
-            f"scheduler is {kind}, but an object with a step() is needed, such as "
+            f"scheduler is {_kind(scheduler)}, but an object with a step() is needed, such as "
             f"torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         )
 

@@ -277,9 +277,9 @@ class RunFolder:
             )
         return path
 
-    def finish(self, how: str) -> None:
-        """The run is over: "finished", or "stopped" early on request. Raises OSError."""
-        self._end(how)
+    def finish(self, how: str, text: str = "") -> None:
+        """The run is over: "finished", or "stopped" early on request; the text says why. Raises OSError."""
+        self._end(how, text)
         self.draw()
         self._loggers.end(how)
         self._let_go()
