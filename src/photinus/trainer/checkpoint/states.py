@@ -157,7 +157,7 @@ class PlainState:
             raise TypeError(f"{where} has a tensor as a key, which cannot be saved")
         return self._plain(key, f"{where}, key {key!r}")
 
-    def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
+    def _check_tensor(self, tensor: torch.Tensor, where: str) -> None:
         if type(tensor) not in _TENSORS:
             raise TypeError(
                 f"{where} is a {type(tensor).__qualname__}, not a plain tensor: make it one first "
@@ -165,6 +165,9 @@ class PlainState:
             )
         if tensor.is_meta or is_lazy(tensor):
             raise TypeError(f"{where} has no values yet (it is {'lazy' if is_lazy(tensor) else 'on the meta device'})")
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
+        self._check_tensor(tensor, where)
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return tensor.cpu()

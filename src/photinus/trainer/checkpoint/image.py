@@ -1,0 +1,535 @@
+"""An image: the state of a loop as bytes in memory files, one file for each rank of a host, each byte once per host.
+
+    head       step, run, rank, lengths and digest; zeros while the file is written: only a sealed one has a head
+    skeleton   the content with places instead of tensors, as torch.save writes it: no code runs when it is read
+    cut        this rank's part of the tensors that all ranks hold alike, which lie one behind the other over the files
+    own        tensors that this rank alone copies
+
+What is `common` to all ranks is described by local rank 0, what is a rank's `own` by that rank: its random numbers, its
+parts of what a strategy splits. `load` puts them together again. Nothing here knows where the files come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...parallel.zero.split_states import is_split, part_of
+from .durable import BlockDigest
+from .states import PlainState
+
+HEAD_BYTES = 4096
+_PROGRESS = HEAD_BYTES - 16  # behind the head: the last finished step, and its complement
+_MAGIC = b"PHOTIMG1"
+_ALIGNED = 64
+_PLACE = "\0place"  # marks a tuple of the skeleton that stands for a tensor
+_CUT = -1  # in place of a local rank: the bytes lie in the files' cut parts
+
+
+@dataclass(frozen=True)
+class Head:
+    """The facts of one file.
+
+    Attributes:
+        run, step: of which run and step the state is.
+        rank, world_size, local_rank, local_size: of the rank that wrote the file.
+        split: whether a strategy splits the state, so that it goes back only to the same ranks.
+        cut_bytes: of all files of the host.
+        skeleton_bytes, bytes: of this file.
+        digest: of all behind the head.
+    """
+
+    run: str
+    step: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    split: bool = False
+    cut_bytes: int = 0
+    skeleton_bytes: int = 0
+    bytes: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A state as one rank sees it.
+
+    Attributes:
+        common: by entry; the same on all ranks, or local rank 0's counts.
+        own: by entry; of this rank. Entries may be in both. Dicts of several ranks are joined, of split tensors the
+            parts, and of all else the first rank's counts.
+        equal: addresses of the tensors in `common` with the same values on all ranks, which share the work.
+        steady: addresses of the tensors that only optimizer steps change; all others are copied immediately.
+    """
+
+    common: Mapping[str, Any]
+    own: Mapping[str, Any]
+    equal: Collection[int] = ()
+    steady: Collection[int] = ()
+
+
+class MemoryFile:
+    """A memory file of this rank, to write an image into."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._size = 0
+        self._is_pinned = False
+        self.head = read_head(path)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return the memory that the file has taken so far."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def unseal(self) -> None:
+        """From now on the file holds no image."""
+        self.head = None
+        if os.fstat(self._descriptor).st_size:
+            os.pwrite(self._descriptor, bytes(_PROGRESS), 0)
+
+    def resize(self, size: int, *, pin: bool = False) -> None:
+        """Gives the file this size, and maps it; for copies from a GPU its memory is pinned, where that is possible."""
+        if self._size == size:
+            return
+        self._unmap()
+        os.ftruncate(self._descriptor, size)
+        self.map = mmap.mmap(self._descriptor, size)
+        self.memory, self._size = torch.frombuffer(self.map, dtype=torch.uint8), size
+        if pin:
+            self._is_pinned = int(_cuda().cudaHostRegister(self.memory.data_ptr(), size, 0)) == 0
+
+    def free(self) -> None:
+        """Gives all memory back."""
+        self._unmap()
+        self.head = None
+        os.ftruncate(self._descriptor, 0)
+
+    def seal(self, head: Head) -> None:
+        """The image is complete."""
+        text = json.dumps(asdict(head)).encode()
+        body = struct.pack("<I", len(text)) + text
+        body += bytes(_PROGRESS - len(_MAGIC) - 4 - len(body))
+        os.pwrite(self._descriptor, _MAGIC + struct.pack("<I", zlib.crc32(body)) + body, 0)
+        self.head = head
+
+    def note_progress(self, step: int) -> None:
+        """Remembers the last finished step, beside the image."""
+        os.pwrite(self._descriptor, struct.pack("<QQ", step, ~step & (2**64 - 1)), _PROGRESS)
+
+    def close(self) -> None:
+        """Lets go of the file. What it holds stays."""
+        self._unmap()
+        os.close(self._descriptor)
+
+    def _unmap(self) -> None:
+        if self._is_pinned:
+            _cuda().cudaHostUnregister(self.memory.data_ptr())
+        if self._size:
+            del self.memory, self.map  # unmapped when nothing refers to it any more
+        self._size, self._is_pinned = 0, False
+
+
+class Copy:
+    """This rank's piece of an image, from its planning until it is sealed. Made and used by one thread.
+
+    `begin` copies what may change at any time, and lets a thread copy the rest, digest and seal it. The next optimizer
+    step waits for `wait_copied`. A steady tensor that changed before that makes the image not count.
+
+    Attributes:
+        bytes: of the file.
+        counts: whether it was sealed; known after `wait`.
+        changed: addresses of the steady tensors that changed too early.
+        copy_s, cpu_s: seconds that copying took, and processor time of copy and digest; known after `wait`.
+    """
+
+    def __init__(self, head: Head, content: Content) -> None:
+        """Plans the layout. Raises TypeError, ValueError: something in the content cannot be saved."""
+        first = head.local_rank == 0
+        cut, skeleton = _Skeleton(_CUT, content.equal), _Skeleton(head.local_rank, ())
+        with torch.no_grad():
+            common = cut.take(content.common, "", skeleton if first else None)
+            own = skeleton.take(content.own, "own ", None)
+        buffer = io.BytesIO()
+        torch.save({"common": common if first else None, "own": own}, buffer)
+        self._skeleton = buffer.getvalue()
+        self._data_at = _align(HEAD_BYTES + len(self._skeleton))
+        start, end = cut_range(cut.bytes, head.local_rank, head.local_size)
+        pieces = []
+        for at, tensor in cut.tensors:
+            first_byte, last_byte = max(at, start), min(end, at + tensor.nbytes)
+            pieces.append((self._data_at + first_byte - start, tensor, first_byte - at, last_byte - first_byte))
+        own_at = _align(self._data_at + end - start)
+        pieces += [(own_at + at, tensor, 0, tensor.nbytes) for at, tensor in skeleton.tensors]
+        pieces = [piece for piece in pieces if piece[3] > 0]
+        self._later = [each for each in pieces if each[1].data_ptr() in content.steady and not each[1].is_inference()]
+        steady = {id(each[1]) for each in self._later}
+        self._now = [each for each in pieces if id(each[1]) not in steady]
+        self.bytes = own_at + skeleton.bytes
+        self._head = replace(head, cut_bytes=cut.bytes, skeleton_bytes=len(self._skeleton), bytes=self.bytes)
+        self._file: MemoryFile | None = None
+        self._copied, self._lock, self._verdict = threading.Event(), threading.Lock(), True
+        self._decided = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.counts, self.changed, self.copy_s, self.cpu_s = False, set[int](), 0.0, 0.0
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Return whether a tensor lies on a GPU."""
+        return any(piece[1].is_cuda for piece in self._later + self._now)
+
+    def begin(self, file: MemoryFile) -> None:
+        """Starts copying into the file, whose image is lost from now on."""
+        file.unseal()
+        file.resize(self.bytes, pin=self.uses_gpu)
+        file.unseal()
+        self._file = file
+        self._versions = [(piece[1], piece[1]._version) for piece in self._later]
+        memory = file.memory
+        memory[HEAD_BYTES : HEAD_BYTES + len(self._skeleton)] = torch.frombuffer(
+            bytearray(self._skeleton), dtype=torch.uint8
+        )
+        self._stream = torch.cuda.Stream() if self.uses_gpu else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._move(self._now)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)  # what changes them next waits for these copies
+        self._thread = threading.Thread(target=self._run, name="photinus-snapshot", daemon=True)
+        self._thread.start()
+
+    def wait_copied(self) -> None:
+        """Returns when steady tensors may change."""
+        if self._thread is not None and not self._decided:
+            self._copied.wait()
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+            self._decide()
+
+    def wait(self) -> bool:
+        """Waits until the image is sealed, or known not to count; returns which. Raises what went wrong."""
+        if self._thread is not None:
+            self.wait_copied()
+            self._thread.join()
+            self._thread = None
+            self._later, self._now, self._versions = [], [], []
+            if self._error is not None:
+                raise self._error
+        return self.counts
+
+    def _decide(self) -> bool:
+        with self._lock:
+            if not self._decided:
+                self._decided = True
+                self.changed = {each.data_ptr() for each, version in self._versions if each._version != version}
+                self._verdict = not self.changed
+            return self._verdict
+
+    def _run(self) -> None:
+        assert self._file is not None
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        try:
+            self._move(self._later)
+            if self._stream is not None:
+                self._copied.set()  # queued: the step's own work waits for the rest on the GPU
+                self._stream.synchronize()
+            self._copied.set()
+            self.copy_s = time.perf_counter() - began_s
+            digest = BlockDigest()
+            digest.update(memoryview(self._file.map)[HEAD_BYTES:])
+            # By now no write is under way that began before the copy's end and has not counted itself yet.
+            if self._decide():
+                self._file.seal(replace(self._head, digest=digest.hexdigest()))
+                self.counts = True
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
+        finally:
+            self._copied.set()
+            self.cpu_s = time.thread_time() - began_cpu_s
+
+    def _move(self, pieces: Sequence[tuple[int, torch.Tensor, int, int]]) -> None:
+        assert self._file is not None
+        memory = self._file.memory
+        address = memory.data_ptr()
+        for at, tensor, start, size in pieces:
+            if not tensor.is_cuda:
+                ctypes.memmove(address + at, tensor.data_ptr() + start, size)  # without the interpreter's lock
+                continue
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+                memory[at : at + size].copy_(flat[start : start + size], non_blocking=True)
+
+
+class _Skeleton(PlainState):
+    """A content with places instead of tensors, and the tensors, each with its offset in the area of their bytes."""
+
+    def __init__(self, area: int, only: Collection[int]) -> None:
+        self._area, self._only = area, only
+        self._rest: _Skeleton | None = None
+        self._places: dict[tuple[Any, ...], Any] = {}
+        self.bytes = 0
+        self.tensors: list[tuple[int, torch.Tensor]] = []
+        self.needed_bytes = 0
+
+    def take(self, content: Mapping[str, Any], name: str, rest: _Skeleton | None) -> Any:
+        """The skeleton of the content; in the cut area, tensors that are not equal on all ranks go to `rest`."""
+        self._rest = rest
+        return {entry: self._plain(value, f"{name}{entry}") for entry, value in content.items()}
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
+        part: tuple[Any, ...] = ()
+        if is_split(tensor):
+            view = part_of(torch.empty(tensor.shape, device="meta"), tensor)
+            part = (tuple(tensor.shape), tuple(view.shape), view.stride(), view.storage_offset())
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
+        is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+        if self._area == _CUT and not (is_plain and tensor.data_ptr() in self._only):
+            return None if self._rest is None else self._rest._tensor(tensor, where)
+        self._check_tensor(tensor, where)
+        if not is_plain:
+            return tensor.detach().cpu()
+        tensor = tensor.detach()
+        if not _is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg().clone()
+        shape = tuple(tensor.shape), tensor.stride()
+        identity = (tensor.device, tensor.data_ptr() if tensor.nbytes else None, tensor.dtype, shape, part)
+        if identity not in self._places:
+            self._places[identity] = (_PLACE, self._area, self.bytes, tensor.dtype, *shape, *part)
+            self.tensors.append((self.bytes, tensor))
+            self.bytes = _align(self.bytes + tensor.nbytes)
+        return self._places[identity]
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def cut_range(cut_bytes: int, local_rank: int, local_size: int) -> tuple[int, int]:
+    """The part of the bytes that all ranks hold alike which a rank copies."""
+    ends = [cut_bytes * rank // local_size // _ALIGNED * _ALIGNED for rank in (local_rank, local_rank + 1)]
+    return ends[0], cut_bytes if local_rank + 1 == local_size else ends[1]
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether its elements lie one behind the other in memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_head(path: str) -> Head | None:
+    """The head of a file; None where it is not sealed, or its head is damaged."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            raw = file.read(_PROGRESS)
+    except OSError:
+        return None
+    body = raw[len(_MAGIC) + 4 :]
+    if (
+        not raw.startswith(_MAGIC)
+        or len(raw) < _PROGRESS
+        or raw[len(_MAGIC) :][:4] != struct.pack("<I", zlib.crc32(body))
+    ):
+        return None
+    (length,) = struct.unpack_from("<I", body)
+    return Head(**json.loads(body[4 : 4 + length]))
+
+
+def read_progress(path: str) -> int:
+    """The last finished step that `note_progress` noted; -1 for none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            step, complement = struct.unpack("<QQ", os.pread(file.fileno(), 16, _PROGRESS))
+    except (OSError, struct.error):
+        return -1
+    return step if step ^ complement == 2**64 - 1 else -1
+
+
+def verify(path: str) -> None:
+    """Reads all of a file. Raises CheckpointError: it is not sealed, or its digest differs."""
+    head = read_head(path)
+    if head is None:
+        raise CheckpointError(f"{path} holds no sealed image, or its head is damaged")
+    digest = BlockDigest()
+    try:
+        digest.update(memoryview(_map(path, head))[HEAD_BYTES:])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if digest.hexdigest() != head.digest:
+        raise CheckpointError(f"{path} is damaged: digest expected {head.digest}, actual {digest.hexdigest()}")
+
+
+def load(paths: Sequence[str], rank: int | None = None) -> dict[str, Any]:
+    """The content of an image whose files have been verified; tensors lie over the files' memory: copy what is to last.
+
+    Args:
+        paths: of a host's files, by local rank.
+        rank: only this rank's parts of split tensors are filled in, so that the memory for the others is never taken,
+            and what ranks have of their own is this rank's. None: all ranks of the job are here, and all is whole.
+
+    Raises:
+        CheckpointError: the files do not belong together, or a part is missing.
+    """
+    heads = [read_head(path) for path in paths]
+    first = heads[0]
+    for local_rank, head in enumerate(heads):
+        same = head is not None and first is not None and _belongs(head, first) and head.local_rank == local_rank
+        if head is None or not same or head.local_size != len(paths):
+            raise CheckpointError(f"{paths[local_rank]} holds another image than {paths[0]}: {head} and {first}")
+    pieces = [_Piece(path, head) for path, head in zip(paths, heads, strict=True) if head is not None]
+    own = [
+        piece.skeleton["own"] for piece in sorted(pieces, key=lambda piece: (piece.head.rank != rank, piece.head.rank))
+    ]
+    merged = _merge([pieces[0].skeleton["common"], *own])
+    content: dict[str, Any] = _Resolver(pieces, rank).resolve(merged)
+    return content
+
+
+def _belongs(head: Head, first: Head) -> bool:
+    return (head.run, head.step, head.world_size, head.cut_bytes) == (
+        first.run,
+        first.step,
+        first.world_size,
+        first.cut_bytes,
+    )
+
+
+def _map(path: str, head: Head) -> mmap.mmap:
+    with open(path, "rb") as file:  # what is read may be changed, without changing the file
+        return mmap.mmap(file.fileno(), head.bytes, access=mmap.ACCESS_COPY)
+
+
+class _Piece:
+    """One file to read."""
+
+    def __init__(self, path: str, head: Head) -> None:
+        self.head, self.memory = head, _map(path, head)
+        skeleton = self.memory[HEAD_BYTES : HEAD_BYTES + head.skeleton_bytes]
+        try:
+            self.skeleton = torch.load(io.BytesIO(skeleton), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        self.cut_at = _align(HEAD_BYTES + head.skeleton_bytes)
+        self.start, self.end = cut_range(head.cut_bytes, head.local_rank, head.local_size)
+        self.own_at = _align(self.cut_at + self.end - self.start)
+
+
+class _Parts(list[Any]):
+    """The places of a split tensor's parts."""
+
+
+def _merge(trees: Sequence[Any]) -> Any:
+    """One skeleton of those of several ranks, see `Content`."""
+    first = trees[0]
+    if _is_place(first):
+        return _Parts(trees) if len(first) > 6 and all(map(_is_place, trees)) else first
+    if isinstance(first, dict):
+        trees = [tree for tree in trees if isinstance(tree, dict)]
+        keys = {key: None for tree in trees for key in tree}
+        if len(keys) > len(first) and all(isinstance(key, int) for key in keys):
+            keys = dict.fromkeys(sorted(keys))  # the optimizer's parameters, in the order of its groups
+        merged = type(first)()
+        if vars_of := getattr(first, "__dict__", None):
+            vars(merged).update(vars_of)
+        for key in keys:
+            merged[key] = _merge([tree[key] for tree in trees if key in tree])
+        return merged
+    if type(first) in (list, tuple):
+        alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
+        return type(first)(_merge([tree[index] for tree in alike]) for index in range(len(first)))
+    return first
+
+
+def _is_place(value: Any) -> bool:
+    return type(value) is tuple and len(value) >= 6 and value[0] == _PLACE
+
+
+class _Resolver:
+    """Puts tensors in the places of a skeleton."""
+
+    def __init__(self, pieces: Sequence[_Piece], rank: int | None) -> None:
+        self._pieces, self._rank = pieces, rank
+        self._made: dict[Any, torch.Tensor] = {}  # what was one tensor under two names stays one
+
+    def resolve(self, value: Any) -> Any:
+        """The value with tensors."""
+        if _is_place(value):
+            value = _Parts([value]) if len(value) > 6 else value
+        if isinstance(value, _Parts):
+            key: Any = tuple(map(tuple, value))
+            if key not in self._made:
+                self._made[key] = self._whole(value)
+            return self._made[key]
+        if _is_place(value):
+            if value not in self._made:
+                self._made[value] = self._tensor(value)
+            return self._made[value]
+        if isinstance(value, dict):
+            for key in value:
+                value[key] = self.resolve(value[key])
+            return value
+        if type(value) in (list, tuple, set):
+            return type(value)(map(self.resolve, value))
+        return value
+
+    def _tensor(self, place: tuple[Any, ...]) -> torch.Tensor:
+        _, area, at, dtype, shape, stride = place[:6]
+        count = 1
+        for size in shape:
+            count *= size
+        if not count:
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        end = at + count * dtype.itemsize
+        if area != _CUT:
+            piece = self._pieces[area]
+            found = torch.frombuffer(piece.memory, dtype=dtype, count=count, offset=piece.own_at + at)
+            return found.as_strided(shape, stride)
+        parts = []
+        for piece in self._pieces:
+            start, stop = max(at, piece.start), min(end, piece.end)
+            if start < stop:
+                offset = piece.cut_at + start - piece.start
+                parts.append(torch.frombuffer(piece.memory, dtype=torch.uint8, count=stop - start, offset=offset))
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.view(dtype).as_strided(shape, stride)
+
+    def _whole(self, places: _Parts) -> torch.Tensor:
+        """A whole tensor of its parts. Pages that nothing is written to cost nothing."""
+        whole_shape, dtype = places[0][6], places[0][3]
+        whole = torch.empty(whole_shape, dtype=dtype)
+        filled = 0
+        for place in places:
+            if self._rank is None or self._pieces[place[1]].head.rank == self._rank:
+                part = whole.as_strided(*place[7:10])
+                part.copy_(self._tensor(place))
+                filled += part.numel()
+        if self._rank is None and filled < whole.numel():
+            raise CheckpointError(f"parts of a split tensor of shape {list(whole_shape)} lie on other hosts")
+        return whole
