@@ -332,6 +332,8 @@ def _align(size: int) -> int:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether its elements lie one behind the other in memory, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size != 1:
@@ -476,7 +478,7 @@ class _Resolver:
 
     def __init__(self, pieces: Sequence[_Piece], rank: int | None) -> None:
         self._pieces, self._rank = pieces, rank
-        self._made: dict[Any, torch.Tensor] = {}  # what was one tensor under two names stays one
+        self._resolved: dict[Any, torch.Tensor] = {}  # what was one tensor under two names stays one
 
     def resolve(self, value: Any) -> Any:
         """The value with tensors."""
@@ -484,13 +486,13 @@ class _Resolver:
             value = _Parts([value]) if len(value) > 6 else value
         if isinstance(value, _Parts):
             key: Any = tuple(map(tuple, value))
-            if key not in self._made:
-                self._made[key] = self._whole(value)
-            return self._made[key]
+            if key not in self._resolved:
+                self._resolved[key] = self._whole(value)
+            return self._resolved[key]
         if _is_place(value):
-            if value not in self._made:
-                self._made[value] = self._tensor(value)
-            return self._made[value]
+            if value not in self._resolved:
+                self._resolved[value] = self._tensor(value)
+            return self._resolved[value]
         if isinstance(value, dict):
             for key in value:
                 value[key] = self.resolve(value[key])
