@@ -187,6 +187,10 @@ STATUS_FILE = _text(
     "PHOTINUS_STATUS_FILE",
     "file in which a worker reports its step to the launcher, and whether it can suspend; set by `photinus run`",
 )
+SNAPSHOTS = _text(
+    "PHOTINUS_SNAPSHOTS",
+    "memory files in which the workers of this host keep snapshots for the next attempt; set by `photinus run`",
+)
 OUT = _text(
     "PHOTINUS_OUT",
     "folder of the run in which the attempt before ended, and its number in the script; set by `photinus run`, for "

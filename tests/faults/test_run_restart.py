@@ -233,8 +233,8 @@ with photinus.init(backend="gloo"):
 def test_a_run_that_gets_further_each_time_is_tried_again_from_its_checkpoint(tmp_path):
     ended = run_job("--nproc-per-node", "1", "--cpu", script(tmp_path, FAILS_FURTHER_ON), tmp_path / "run")
     assert ended.code == 1, ended.out + ended.err
-    assert "restarting the worker from the checkpoint of step 10 (restart 1 of 3)\n" in ended.err
-    assert "restarting the worker from the checkpoint of step 20 (restart 2 of 3)" in ended.err
+    assert "restarting the worker from step 10 (restart 1 of 3)\n" in ended.err
+    assert "restarting the worker from step 20 (restart 2 of 3)" in ended.err
     assert "OSError happened again at" in ended.err
 
 

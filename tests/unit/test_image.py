@@ -37,8 +37,8 @@ class Host:
         return copies
 
     def close(self) -> None:
-        for file, descriptor in zip(self.files, self.descriptors, strict=True):
-            file.close()
+        self.files.clear()
+        for descriptor in self.descriptors:
             os.close(descriptor)
 
 

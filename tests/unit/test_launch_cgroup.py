@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.run.local.cgroup import OomKills, cpu_quota_cores, oom_kills, oom_since
+from photinus.job.cgroup import OomKills, cpu_quota_cores, oom_kills, oom_since
 
 
 def tree(root, files):

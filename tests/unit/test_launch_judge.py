@@ -105,7 +105,7 @@ class TestVerdict:
 
     def test_a_checkpoint_is_spoken_of_where_there_is_one(self):
         verdict = self.decide(RestartPolicy(3), Report((death(status=KILLED),), (), 4, 4), Report((), (), 4))
-        assert "photinus: restarting all 2 workers from the checkpoint of step 4 (restart 1 of 3)\n" in verdict.text
+        assert "photinus: restarting all 2 workers from step 4 (restart 1 of 3)\n" in verdict.text
         alone = self.decide(RestartPolicy(3), Report((death(status=KILLED),), ()), world_size=1)
         assert "photinus: restarting the worker (restart 1 of 3)\n" in alone.text
 

@@ -4,6 +4,7 @@
     launchers       the variables of torchrun, Open MPI, MVAPICH2, MPICH, Intel MPI and Slurm
     slurm           a step of srun, what its job asked for, and Slurm's short way to write many host names
     rendezvous      the address and port at which the ranks find each other
+    cgroup          what the kernel says about this control group: CPU quota, memory, kills
     own_address     the address by which other hosts know this one
     ports           listening on one address of this host
     status          what a worker shows its launcher while it runs

@@ -166,7 +166,7 @@ class RestartPolicy:
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
         if restart:
             workers = f"all {world_size} workers" if world_size > 1 else "the worker"
-            place = f" from the checkpoint of step {now.saved}" if now.saved >= 0 else ""
+            place = f" from step {now.saved}" if now.saved >= 0 else ""
             next_step = f"restarting {workers}{place} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
         elif why_not is not None:
             next_step = f"not restarting: {why_not}"

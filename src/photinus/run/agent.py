@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from ..job.attempt import Formation, JobEndedError, Order
+from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
 from ..job.restart_policy import Report, RestartPolicy, Verdict
-from .local.cgroup import OomKills, oom_kills, oom_since
 from .local.guard import Guard
 from .local.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .local.job import Job

@@ -38,7 +38,7 @@ from .local.interrupts import Interrupted, Interrupts, handle_signals
 from .local.job import Job
 from .local.logs import Logs
 from .local.output import Output
-from .local.processes import as_subreaper
+from .local.processes import as_subreaper, make_snapshot_files
 from .local.store import LOOPBACK, StoreProcess
 from .local.worker import python_command
 from .ssh.lifeline import hold_lifeline
@@ -98,6 +98,7 @@ def supervise(spec: JobSpec) -> int:
         if spec.dry_run:
             print(dry_run_text(job, logs))
             return 0
+        environ[env.SNAPSHOTS.name] = make_snapshot_files(workers.count)
         logs.open()
         output.log_to(logs)
         peers = _peers(job, member, output, store)

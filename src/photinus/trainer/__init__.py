@@ -8,6 +8,7 @@ backwards    which gradients a loop made: a step on others is an error; and back
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    from a batch to its loss, and the weight of that
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
+snapshots    a loop's state in the memory of its hosts, from which workers come back after a failure
 early_stopping  the end of a run before its last epoch, by what its rows say
 forwards     blocks of a data set, each computed once, by one rank
 evaluation   validation on all ranks, every sample exactly once

@@ -31,7 +31,9 @@ from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON, check_alike, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
+from ..runlog.units import plural
 from .backwards import Backwards, check_loss
+from .checkpoint.kept import Kept
 from .checkpoint.position import Length, Position
 from .data import rng
 from .data.arguments import explains_unknown
@@ -56,6 +58,7 @@ from .session.wrapping import (
     check_second_models,
     exchanges_gradients,
 )
+from .snapshots import Snapshots
 from .weighted_means import WeightedMeans, zero_gradients
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
@@ -114,7 +117,8 @@ class Loop:
         out: the run's folder, or None.
         rank: of this process.
         epochs, steps, steps_per_epoch: how long the run is; steps are the optimizer's. None: not known of a stream.
-        resumed_from: path of the checkpoint that the run goes on from, None for a fresh start.
+        resumed_from: path of the checkpoint that the run goes on from, None for a fresh start; Path("memory") for a
+            snapshot (see `Saving.snapshot_every`).
         checkpoint: path of the newest checkpoint of this run, None before the first.
     """
 
@@ -194,6 +198,7 @@ class Loop:
         least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
         self._folder = RunFolder(session, out, resume, spec, user_options(report.config), report, least_bytes)
         self.out = self._folder.path
+        self._snapshots = Snapshots(session, self._saves, self._folder.run, save.snapshot_every)
         self._begin_at_the_checkpoint(report)
 
     def _begin_at_the_checkpoint(self, report: Reporting) -> None:
@@ -207,13 +212,18 @@ class Loop:
         self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader)
         self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
         # Ranks that do not see rank 0's disk have a copy for the time of the block, so they load inside it.
-        with self._folder.starting_point() as checkpoint:
+        steps_lost = -1
+        with self._folder.starting_point(self._snapshots.find()) as checkpoint:
             if checkpoint is not None:
                 self._position, self._rng = self._saves.load(checkpoint, self._batches_per_epoch)
-                self._saved_step = self._position.step
-                self.resumed_from = self.checkpoint = checkpoint.path
+                self.resumed_from = checkpoint.path
                 self._judge_again()
-                status.tell(saved=self._saved_step)
+                status.tell(saved=self._position.step)
+            if isinstance(checkpoint, Kept):
+                self._snapshots.go_on_from(checkpoint)
+                steps_lost = checkpoint.steps_lost
+            elif checkpoint is not None:
+                self._saved_step, self.checkpoint = self._position.step, checkpoint.path
         length = self._spec.length
         of_epoch = self._position, self._batches_per_epoch, self._accumulate
         self.epochs = length.epochs if is_stream else length.epochs_of(*of_epoch)
@@ -221,7 +231,8 @@ class Loop:
         self._batch: Batch | None = None  # the one whose body runs
         self._batches_done = 0  # of the running step
         self._validated_s = self._session.aside_s
-        self._save_wanted, self._is_writing = False, False
+        self._save_wanted = isinstance(checkpoint, Kept) and checkpoint.is_unsaved
+        self._is_writing = False
         self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
@@ -247,6 +258,9 @@ class Loop:
                 )
             self._folder.draw(if_missing=True)
             say(self.summary())
+        elif steps_lost >= 0:
+            steps = plural(steps_lost, "step")
+            say(f"resumed from memory: step {self._position.step} ({steps} lost), {length.describe(self._position)}")
         elif self.resumed_from is not None:
             say(f"resumed from {self.resumed_from}: {length.describe(self._position)}")
 
@@ -481,6 +495,7 @@ class Loop:
         position, clock = self._position, self._clock
         clock.start()
         self._backwards.begin()
+        self._snapshots.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
         # Without a folder there would be nothing to resume from.
         watch = preemption.Watch(self._session.suspends and self.out is not None)
@@ -514,10 +529,11 @@ class Loop:
                     self._batches_done = 0
                     self._numbers.end_step(alone=alone, adds_up_over=self._backwards.adds_up_over)
                     position.step += 1
+                    keeps = self._snapshots.settle(position.step, self._saved_step)
                     status.tell(steps=position.step)
                     self._suspending = self._suspending or watch.requested(position.step)
                     self._save_wanted |= self._suspending
-                    self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended)
+                    self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)
                     # In its last step a run finishes instead: there would be nothing left to resume.
                     if self._suspending and self._saved_step == position.step and not self.finished:
                         self._leave_suspended()
@@ -527,6 +543,7 @@ class Loop:
         finally:
             clock.stop()
             self._backwards.end()
+            self._snapshots.end()
             note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
             if self._batch is not None:  # the body was left early
                 self._batch = None
@@ -564,7 +581,7 @@ class Loop:
             seed = self._spec.seed if self._number == 1 else rng.derive_seed(self._spec.seed, "loop", self._number)
             rng.seed_everything(seed, rank=self._session.rank)
 
-    def _after_step(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
+    def _after_step(self, batch: Batch, *, row_ended: bool, epoch_ended: bool, keeps: bool) -> None:
         """Do what is due between two steps, in this order: losses, the row, the checkpoint."""
         position = self._position
         self._clock.other_ended()
@@ -572,8 +589,8 @@ class Loop:
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
         # First the numbers: a checkpoint relies on all rows up to it, and asks whether a rank has gradients to keep.
-        if row_ended or epoch_ended or self._save_wanted or self._numbers.due:
-            self._exchange(epoch_ended)
+        if row_ended or epoch_ended or self._save_wanted or keeps or self._numbers.due:
+            self._exchange(epoch_ended, keeps)
         self._progress.step(batch.global_samples, position.newest)
         if row_ended:
             self._end_row(epoch_ended)
@@ -591,6 +608,12 @@ class Loop:
             position.leave_out(took_s)
             self._saved_s, self._save_pause_s = time.monotonic(), max(_SAVE_AFTER_S, took_s / _MOST_COST)
             self._clock.skip()
+            keeps = keeps and self._is_writing  # what is on disk needs no snapshot
+        if keeps and not self.finished:
+            if self._waits_for_step:
+                self._snapshots.put_off()
+            else:
+                self._snapshots.take(position, self._saved_step)
         self._save_wanted |= self._save_is_due  # after the next step
 
     def _has_to_wait(self) -> bool:
@@ -605,14 +628,14 @@ class Loop:
         self._told_unseen = True
         return False
 
-    def _exchange(self, epoch_ended: bool) -> None:
+    def _exchange(self, epoch_ended: bool, keeps: bool) -> None:
         """Brings the numbers of all ranks together, and agrees on stopping and on waiting with a checkpoint."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
-        wishes = self._stop_wanted, saves and self._has_to_wait(), due, self._folder.has_written
+        wishes = self._stop_wanted, (saves or keeps) and self._has_to_wait(), due, self._folder.has_written
         stops, self._waits_for_step, self._save_is_due, is_written = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
@@ -672,6 +695,7 @@ class Loop:
         self._collect()
         self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)
         self._folder.finish("stopped" if self._position.stopped_of else "finished", self._stopped_by)
+        self._snapshots.free()
         if self._progress.shown:
             say(self.summary())
 
@@ -680,7 +704,8 @@ class Loop:
         position = self._position
         how = self._spec.length.describe_end(position) + f" ({self._stopped_by})" * bool(self._stopped_by)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
-        return "\n".join(filter(None, (f"{how}, {shown}" if shown else how, self._folder.describe())))
+        how = f"{how}, {shown}" if shown else how
+        return "\n".join(filter(None, (how, self._folder.describe(), self._snapshots.describe())))
 
 
 def _gradients_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
+from ..parallel.exchange.tensors import tensors_in
+from ..parallel.zero.split_states import is_split
 from .checkpoint.folder import Checkpoint
+from .checkpoint.image import Content
+from .checkpoint.kept import Kept
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
 from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of, unwrap, whole_stream
@@ -24,6 +29,7 @@ from .record.run_folder import RunFolder
 from .record.settings import Settings
 from .record.spec import RunSpec
 from .session.progress import say
+from .session.replicas import is_replicated
 from .session.session import Session
 
 _OWN = frozenset({"model", "optimizer", "position", "run", "rng"})  # all other entries are objects of `state`
@@ -100,8 +106,7 @@ class Saves:
             content = {
                 **trained,
                 **({} if stream is None else {_STREAM: stream}),
-                "position": position.to_dict(time.perf_counter() - self._session.aside_s),
-                "run": {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)},
+                **self._facts(position),
                 "rng": states,
             }
             # A row's checkpoint may have had to wait for the next step of the optimizer.
@@ -128,7 +133,65 @@ class Saves:
         path = from_rank_0(lambda: str(folder.collect() or ""), f"writing a checkpoint in {folder.path}", is_long=True)
         return Path(path) if path else None
 
-    def load(self, checkpoint: Checkpoint, batches_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
+    def whole_streams(self, position: Position) -> dict[str, Any]:
+        """Gather the places in data without a length, for `image`. All ranks call it."""
+        stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
+        loaders = {name: state_of(item) for name, item in self._others.items() if isinstance(item, Loader)}
+        return {**loaders, **({} if stream is None else {_STREAM: stream})}
+
+    def image(self, position: Position, streams: Mapping[str, Any], unsteady: Collection[int]) -> Content:
+        """The same as `save` saves, as this rank sees it, without a copy and without an exchange.
+
+        Args:
+            streams: from `whole_streams`.
+            unsteady: addresses of tensors that were seen to change otherwise than by optimizer steps.
+        """
+        common = {**streams, **self._facts(position)}
+        own: dict[str, Any] = {"rng": {self._session.rank: rng.capture()}}
+        parts = {"model": self._model, "optimizer": self._optimizer, **self._others}
+        modules = [each for each in parts.values() if isinstance(each, nn.Module)]
+        optimizers = [each for each in parts.values() if isinstance(each, torch.optim.Optimizer)]
+        for name, part in parts.items():
+            if name in streams:
+                continue
+            if isinstance(part, (nn.Module, torch.optim.Optimizer)):
+                inner = unwrap(part) if isinstance(part, nn.Module) else part
+                strategy = strategy_of(inner)
+                (own if strategy.splits(inner) else common)[name] = strategy.local_state(inner)
+            else:
+                state = part.state_dict()
+                (own if any(map(is_split, tensors_in(state))) else common)[name] = state
+        equal, steady = set(), {_address(each) for module in modules for each in module.parameters()}
+        for module in map(unwrap_compiled, modules):
+            if self._session.world_size > 1 and is_replicated(module, self._session.world_size):
+                ignored = getattr(module, "parameters_to_ignore", ())
+                equal |= {_address(p) for name, p in unwrap(module).named_parameters() if name not in ignored}
+        for optimizer in optimizers:
+            # Others may keep what differs on each rank, such as the errors of compressed gradients.
+            is_known = type(optimizer).__module__.startswith("torch.optim.")
+            for parameter, state in optimizer.state.items():
+                states = {_address(each) for each in state.values() if isinstance(each, torch.Tensor)}
+                steady |= states
+                if is_known and _address(parameter) in equal:
+                    equal |= states
+        return Content(common, own, equal, steady - set(unsteady))
+
+    def splits(self) -> bool | None:
+        """Return whether a strategy splits what is trained; None: ranks hold different whole models on purpose."""
+        parts = [self._model, self._optimizer, *self._others.values()]
+        parts = [each for each in parts if isinstance(each, (nn.Module, torch.optim.Optimizer))]
+        wrapped = [unwrap_compiled(each) for each in parts if isinstance(each, nn.Module)]
+        if any(strategy_of(m).replicates and not is_replicated(m, self._session.world_size) for m in wrapped):
+            return None
+        return any(strategy_of(each).splits(each) for each in parts)
+
+    def _facts(self, position: Position) -> dict[str, Any]:
+        return {
+            "position": position.to_dict(time.perf_counter() - self._session.aside_s),
+            "run": {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)},
+        }
+
+    def load(self, checkpoint: Checkpoint | Kept, batches_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.
 
         Returns:
@@ -177,7 +240,9 @@ class Saves:
                 position.stopped_of = 0
             if not length.reached(position):
                 position.go_on()
-            self._rows_saved = len(position.history)
+            rows = position.history
+            unsaved = checkpoint.saved_step if isinstance(checkpoint, Kept) and checkpoint.is_unsaved else None
+            self._rows_saved = len(rows) - bool(rows and rows[-1]["step"] == unsaved)
             random_numbers = self._random_numbers(content["rng"], position.step, notes)
         if self._session.is_main:
             for note in notes:
@@ -205,6 +270,10 @@ class Saves:
         seed = rng.derive_seed(self._spec.seed, "resumed at step", step)
         rng.seed_everything(seed, rank=self._session.rank)
         return rng.capture()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (cast(Any, tensor).to_local() if is_split(tensor) else tensor).data_ptr()
 
 
 def _frozen(model: nn.Module) -> list[str]:

@@ -12,5 +12,4 @@ equal_lines  shows once what several ranks print
 logs         the workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout
 interrupts   Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points
 guard        ends everything when the launcher itself is killed
-cgroup       what the kernel says about this control group: CPU quota, memory limit, kills
 """

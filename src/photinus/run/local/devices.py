@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import DeviceError, UsageError
-from .cgroup import cpu_quota_cores
+from ...job.cgroup import cpu_quota_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MOST_PER_CORE = 4

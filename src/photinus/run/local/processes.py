@@ -15,6 +15,7 @@ another's, and a kill cannot strike a stranger.
 
 What a worker writes about its end (an exception, the stack at a fatal signal) goes into memory files of the launcher
 that the worker opens as /proc/LAUNCHER/fd/N. They have no name in any folder, so nothing can be left behind.
+Snapshots of the training lie in such files, too, which all attempts share.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from pathlib import Path
 
 from ... import env
 from ...job.attempt import Formation
+from ...job.cgroup import text_of
 from ...job.deaths import Death, Raised
 from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
-from .cgroup import text_of
 from .guard import Guard
 from .interrupts import Interrupts
 from .job import Job
@@ -431,6 +432,19 @@ class Processes:
             time.sleep(0.002)
         for worker in self._workers:
             self._guard.release(worker.process.pid)
+
+
+def make_snapshot_files(workers: int) -> str:
+    """Two memory files for each worker, which live as long as this process: through all attempts.
+
+    Returns:
+        Their paths, for PHOTINUS_SNAPSHOTS: those of a worker separated by a comma, of different ones by a colon.
+    """
+    try:
+        files = [[os.memfd_create(f"photinus-snapshot-{n}-{side}") for side in "ab"] for n in range(workers)]
+    except OSError:  # forbidden here, or too many open files: there are no snapshots
+        return ""
+    return ":".join(",".join(f"/proc/{os.getpid()}/fd/{file}" for file in each) for each in files)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import resource
 import socket
 from pathlib import Path
 
-from ...run.local.cgroup import cpu_quota_cores, memory_limit, text_of
+from ...job.cgroup import cpu_quota_cores, memory_limit, text_of
 from ...run.local.devices import usable_cores
 from ...runlog.units import size
 from .finding import Finding, assess

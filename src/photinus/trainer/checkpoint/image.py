@@ -12,8 +12,10 @@ parts of what a strategy splits. `load` puts them together again. Nothing here k
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import io
 import json
+import math
 import mmap
 import os
 import struct
@@ -36,20 +38,15 @@ _PROGRESS = HEAD_BYTES - 16  # behind the head: the last finished step, and its 
 _MAGIC = b"PHOTIMG1"
 _ALIGNED = 64
 _PLACE = "\0place"  # marks a tuple of the skeleton that stands for a tensor
+_PLAIN_PLACE = 6  # items: the mark, area, offset, dtype, shape, stride; of a part also where it lies in the whole
 _CUT = -1  # in place of a local rank: the bytes lie in the files' cut parts
 
 
 @dataclass(frozen=True)
 class Head:
-    """The facts of one file.
+    """The facts of one file, which one rank wrote. A state that a strategy splits goes back only to the same ranks.
 
-    Attributes:
-        run, step: of which run and step the state is.
-        rank, world_size, local_rank, local_size: of the rank that wrote the file.
-        split: whether a strategy splits the state, so that it goes back only to the same ranks.
-        cut_bytes: of all files of the host.
-        skeleton_bytes, bytes: of this file.
-        digest: of all behind the head.
+    The cut bytes are those of all files of the host, the digest is that of all behind the head.
     """
 
     run: str
@@ -70,9 +67,9 @@ class Content:
     """A state as one rank sees it.
 
     Attributes:
-        common: by entry; the same on all ranks, or local rank 0's counts.
-        own: by entry; of this rank. Entries may be in both. Dicts of several ranks are joined, of split tensors the
-            parts, and of all else the first rank's counts.
+        common: by entry; local rank 0's counts.
+        own: by entry; of each rank. Dicts of several ranks are joined, of split tensors the parts, and of all else the
+            first rank's counts.
         equal: addresses of the tensors in `common` with the same values on all ranks, which share the work.
         steady: addresses of the tensors that only optimizer steps change; all others are copied immediately.
     """
@@ -84,13 +81,12 @@ class Content:
 
 
 class MemoryFile:
-    """A memory file of this rank, to write an image into."""
+    """A memory file of this rank, to write images into. One process writes into it: a child of a rank gets OSError."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._size = 0
-        self._is_pinned = False
-        self.head = read_head(path)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._size, self._is_pinned, self.memory = 0, False, torch.empty(0, dtype=torch.uint8)
 
     @property
     def allocated_bytes(self) -> int:
@@ -99,7 +95,6 @@ class MemoryFile:
 
     def unseal(self) -> None:
         """From now on the file holds no image."""
-        self.head = None
         if os.fstat(self._descriptor).st_size:
             os.pwrite(self._descriptor, bytes(_PROGRESS), 0)
 
@@ -107,18 +102,14 @@ class MemoryFile:
         """Gives the file this size, and maps it; for copies from a GPU its memory is pinned, where that is possible."""
         if self._size == size:
             return
-        self._unmap()
+        if self._is_pinned:
+            _cuda().cudaHostUnregister(self.memory.data_ptr())
+            self._is_pinned = False
+        self._size, self.memory = size, torch.empty(0, dtype=torch.uint8)
         os.ftruncate(self._descriptor, size)
-        self.map = mmap.mmap(self._descriptor, size)
-        self.memory, self._size = torch.frombuffer(self.map, dtype=torch.uint8), size
-        if pin:
-            self._is_pinned = int(_cuda().cudaHostRegister(self.memory.data_ptr(), size, 0)) == 0
-
-    def free(self) -> None:
-        """Gives all memory back."""
-        self._unmap()
-        self.head = None
-        os.ftruncate(self._descriptor, 0)
+        if size:
+            self.memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+            self._is_pinned = pin and int(_cuda().cudaHostRegister(self.memory.data_ptr(), size, 0)) == 0
 
     def seal(self, head: Head) -> None:
         """The image is complete."""
@@ -126,23 +117,14 @@ class MemoryFile:
         body = struct.pack("<I", len(text)) + text
         body += bytes(_PROGRESS - len(_MAGIC) - 4 - len(body))
         os.pwrite(self._descriptor, _MAGIC + struct.pack("<I", zlib.crc32(body)) + body, 0)
-        self.head = head
+
+    def digest(self) -> str:
+        """Return the digest of all behind the head."""
+        return _digest((ctypes.c_char * self._size).from_address(self.memory.data_ptr()))
 
     def note_progress(self, step: int) -> None:
         """Remembers the last finished step, beside the image."""
         os.pwrite(self._descriptor, struct.pack("<QQ", step, ~step & (2**64 - 1)), _PROGRESS)
-
-    def close(self) -> None:
-        """Lets go of the file. What it holds stays."""
-        self._unmap()
-        os.close(self._descriptor)
-
-    def _unmap(self) -> None:
-        if self._is_pinned:
-            _cuda().cudaHostUnregister(self.memory.data_ptr())
-        if self._size:
-            del self.memory, self.map  # unmapped when nothing refers to it any more
-        self._size, self._is_pinned = 0, False
 
 
 class Copy:
@@ -169,7 +151,7 @@ class Copy:
         torch.save({"common": common if first else None, "own": own}, buffer)
         self._skeleton = buffer.getvalue()
         self._data_at = _align(HEAD_BYTES + len(self._skeleton))
-        start, end = cut_range(cut.bytes, head.local_rank, head.local_size)
+        start, end = _cut_range(cut.bytes, head.local_rank, head.local_size)
         pieces = []
         for at, tensor in cut.tensors:
             first_byte, last_byte = max(at, start), min(end, at + tensor.nbytes)
@@ -180,6 +162,7 @@ class Copy:
         self._later = [each for each in pieces if each[1].data_ptr() in content.steady and not each[1].is_inference()]
         steady = {id(each[1]) for each in self._later}
         self._now = [each for each in pieces if id(each[1]) not in steady]
+        self._uses_gpu = any(piece[1].is_cuda for piece in pieces)
         self.bytes = own_at + skeleton.bytes
         self._head = replace(head, cut_bytes=cut.bytes, skeleton_bytes=len(self._skeleton), bytes=self.bytes)
         self._file: MemoryFile | None = None
@@ -189,23 +172,14 @@ class Copy:
         self._error: BaseException | None = None
         self.counts, self.changed, self.copy_s, self.cpu_s = False, set[int](), 0.0, 0.0
 
-    @property
-    def uses_gpu(self) -> bool:
-        """Return whether a tensor lies on a GPU."""
-        return any(piece[1].is_cuda for piece in self._later + self._now)
-
     def begin(self, file: MemoryFile) -> None:
         """Starts copying into the file, whose image is lost from now on."""
         file.unseal()
-        file.resize(self.bytes, pin=self.uses_gpu)
-        file.unseal()
+        file.resize(self.bytes, pin=self._uses_gpu)
         self._file = file
         self._versions = [(piece[1], piece[1]._version) for piece in self._later]
-        memory = file.memory
-        memory[HEAD_BYTES : HEAD_BYTES + len(self._skeleton)] = torch.frombuffer(
-            bytearray(self._skeleton), dtype=torch.uint8
-        )
-        self._stream = torch.cuda.Stream() if self.uses_gpu else None  # type: ignore[no-untyped-call]
+        ctypes.memmove(file.memory.data_ptr() + HEAD_BYTES, self._skeleton, len(self._skeleton))
+        self._stream = torch.cuda.Stream() if self._uses_gpu else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._move(self._now)
@@ -251,11 +225,10 @@ class Copy:
                 self._stream.synchronize()
             self._copied.set()
             self.copy_s = time.perf_counter() - began_s
-            digest = BlockDigest()
-            digest.update(memoryview(self._file.map)[HEAD_BYTES:])
+            digest = self._file.digest()
             # By now no write is under way that began before the copy's end and has not counted itself yet.
             if self._decide():
-                self._file.seal(replace(self._head, digest=digest.hexdigest()))
+                self._file.seal(replace(self._head, digest=digest))
                 self.counts = True
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
@@ -266,10 +239,11 @@ class Copy:
     def _move(self, pieces: Sequence[tuple[int, torch.Tensor, int, int]]) -> None:
         assert self._file is not None
         memory = self._file.memory
-        address = memory.data_ptr()
         for at, tensor, start, size in pieces:
             if not tensor.is_cuda:
-                ctypes.memmove(address + at, tensor.data_ptr() + start, size)  # without the interpreter's lock
+                ctypes.memmove(
+                    memory.data_ptr() + at, tensor.data_ptr() + start, size
+                )  # without the interpreter's lock
                 continue
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -305,7 +279,7 @@ class _Skeleton(PlainState):
         if not is_plain:
             return tensor.detach().cpu()
         tensor = tensor.detach()
-        if not _is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not (tensor.is_contiguous() or _is_dense(tensor)) or tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg().clone()
         shape = tuple(tensor.shape), tensor.stride()
         identity = (tensor.device, tensor.data_ptr() if tensor.nbytes else None, tensor.dtype, shape, part)
@@ -320,7 +294,7 @@ def _cuda() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def cut_range(cut_bytes: int, local_rank: int, local_size: int) -> tuple[int, int]:
+def _cut_range(cut_bytes: int, local_rank: int, local_size: int) -> tuple[int, int]:
     """The part of the bytes that all ranks hold alike which a rank copies."""
     ends = [cut_bytes * rank // local_size // _ALIGNED * _ALIGNED for rank in (local_rank, local_rank + 1)]
     return ends[0], cut_bytes if local_rank + 1 == local_size else ends[1]
@@ -332,15 +306,8 @@ def _align(size: int) -> int:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether its elements lie one behind the other in memory, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -379,13 +346,18 @@ def verify(path: str) -> None:
     head = read_head(path)
     if head is None:
         raise CheckpointError(f"{path} holds no sealed image, or its head is damaged")
-    digest = BlockDigest()
     try:
-        digest.update(memoryview(_map(path, head))[HEAD_BYTES:])
+        actual = _digest(_map(path, head))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if digest.hexdigest() != head.digest:
-        raise CheckpointError(f"{path} is damaged: digest expected {head.digest}, actual {digest.hexdigest()}")
+    if actual != head.digest:
+        raise CheckpointError(f"{path} is damaged: digest expected {head.digest}, actual {actual}")
+
+
+def _digest(memory: Any) -> str:
+    digest = BlockDigest()
+    digest.update(memoryview(memory).cast("B")[HEAD_BYTES:])
+    return digest.hexdigest()
 
 
 def load(paths: Sequence[str], rank: int | None = None) -> dict[str, Any]:
@@ -393,34 +365,23 @@ def load(paths: Sequence[str], rank: int | None = None) -> dict[str, Any]:
 
     Args:
         paths: of a host's files, by local rank.
-        rank: only this rank's parts of split tensors are filled in, so that the memory for the others is never taken,
-            and what ranks have of their own is this rank's. None: all ranks of the job are here, and all is whole.
+        rank: only this rank's parts of split tensors are filled in (memory for others is never taken), and what ranks
+            have of their own is this rank's. None: all ranks of the job are here, and all is whole.
 
     Raises:
         CheckpointError: the files do not belong together, or a part is missing.
     """
     heads = [read_head(path) for path in paths]
-    first = heads[0]
     for local_rank, head in enumerate(heads):
-        same = head is not None and first is not None and _belongs(head, first) and head.local_rank == local_rank
-        if head is None or not same or head.local_size != len(paths):
-            raise CheckpointError(f"{paths[local_rank]} holds another image than {paths[0]}: {head} and {first}")
-    pieces = [_Piece(path, head) for path, head in zip(paths, heads, strict=True) if head is not None]
-    own = [
-        piece.skeleton["own"] for piece in sorted(pieces, key=lambda piece: (piece.head.rank != rank, piece.head.rank))
-    ]
-    merged = _merge([pieces[0].skeleton["common"], *own])
-    content: dict[str, Any] = _Resolver(pieces, rank).resolve(merged)
+        place = heads[0] and replace(heads[0], local_rank=local_rank, local_size=len(paths))
+        alike = ("run", "step", "world_size", "cut_bytes", "local_rank", "local_size")
+        if head is None or any(getattr(head, name) != getattr(place, name, None) for name in alike):
+            raise CheckpointError(f"{paths[local_rank]} holds another image than {paths[0]}: {head} and {heads[0]}")
+    files = [_File(path, head) for path, head in zip(paths, heads, strict=True) if head is not None]
+    own_first = sorted(files, key=lambda file: (file.head.rank != rank, file.head.rank))
+    skeletons = [files[0].skeleton["common"], *(file.skeleton["own"] for file in own_first)]
+    content: dict[str, Any] = _Reader(files, rank).join(skeletons)
     return content
-
-
-def _belongs(head: Head, first: Head) -> bool:
-    return (head.run, head.step, head.world_size, head.cut_bytes) == (
-        first.run,
-        first.step,
-        first.world_size,
-        first.cut_bytes,
-    )
 
 
 def _map(path: str, head: Head) -> mmap.mmap:
@@ -428,108 +389,78 @@ def _map(path: str, head: Head) -> mmap.mmap:
         return mmap.mmap(file.fileno(), head.bytes, access=mmap.ACCESS_COPY)
 
 
-class _Piece:
+class _File:
     """One file to read."""
 
     def __init__(self, path: str, head: Head) -> None:
         self.head, self.memory = head, _map(path, head)
-        skeleton = self.memory[HEAD_BYTES : HEAD_BYTES + head.skeleton_bytes]
         try:
+            skeleton = self.memory[HEAD_BYTES : HEAD_BYTES + head.skeleton_bytes]
             self.skeleton = torch.load(io.BytesIO(skeleton), map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         self.cut_at = _align(HEAD_BYTES + head.skeleton_bytes)
-        self.start, self.end = cut_range(head.cut_bytes, head.local_rank, head.local_size)
+        self.start, self.end = _cut_range(head.cut_bytes, head.local_rank, head.local_size)
         self.own_at = _align(self.cut_at + self.end - self.start)
 
 
-class _Parts(list[Any]):
-    """The places of a split tensor's parts."""
+class _Reader:
+    """Joins the skeletons of several ranks to one content (see `Content`), with tensors in the places."""
 
+    def __init__(self, files: Sequence[_File], rank: int | None) -> None:
+        self._files, self._rank = files, rank
+        self._tensors: dict[Any, torch.Tensor] = {}  # what was one tensor under two names stays one
 
-def _merge(trees: Sequence[Any]) -> Any:
-    """One skeleton of those of several ranks, see `Content`."""
-    first = trees[0]
-    if _is_place(first):
-        return _Parts(trees) if len(first) > 6 and all(map(_is_place, trees)) else first
-    if isinstance(first, dict):
-        trees = [tree for tree in trees if isinstance(tree, dict)]
-        keys = {key: None for tree in trees for key in tree}
-        if len(keys) > len(first) and all(isinstance(key, int) for key in keys):
-            keys = dict.fromkeys(sorted(keys))  # the optimizer's parameters, in the order of its groups
-        merged = type(first)()
-        if vars_of := getattr(first, "__dict__", None):
-            vars(merged).update(vars_of)
-        for key in keys:
-            merged[key] = _merge([tree[key] for tree in trees if key in tree])
-        return merged
-    if type(first) in (list, tuple):
-        alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
-        return type(first)(_merge([tree[index] for tree in alike]) for index in range(len(first)))
-    return first
-
-
-def _is_place(value: Any) -> bool:
-    return type(value) is tuple and len(value) >= 6 and value[0] == _PLACE
-
-
-class _Resolver:
-    """Puts tensors in the places of a skeleton."""
-
-    def __init__(self, pieces: Sequence[_Piece], rank: int | None) -> None:
-        self._pieces, self._rank = pieces, rank
-        self._resolved: dict[Any, torch.Tensor] = {}  # what was one tensor under two names stays one
-
-    def resolve(self, value: Any) -> Any:
-        """The value with tensors."""
-        if _is_place(value):
-            value = _Parts([value]) if len(value) > 6 else value
-        if isinstance(value, _Parts):
-            key: Any = tuple(map(tuple, value))
-            if key not in self._resolved:
-                self._resolved[key] = self._whole(value)
-            return self._resolved[key]
-        if _is_place(value):
-            if value not in self._resolved:
-                self._resolved[value] = self._tensor(value)
-            return self._resolved[value]
-        if isinstance(value, dict):
-            for key in value:
-                value[key] = self.resolve(value[key])
-            return value
-        if type(value) in (list, tuple, set):
-            return type(value)(map(self.resolve, value))
-        return value
+    def join(self, trees: Sequence[Any]) -> Any:
+        """One tree of those of several ranks, of which the first counts."""
+        first = trees[0]
+        if type(first) is tuple and len(first) >= _PLAIN_PLACE and first[0] == _PLACE:
+            is_split = len(first) > _PLAIN_PLACE
+            places = tuple(trees) if is_split else (first,)
+            if places not in self._tensors:
+                self._tensors[places] = self._whole(places) if is_split else self._tensor(first)
+            return self._tensors[places]
+        if isinstance(first, dict):
+            trees = [tree for tree in trees if isinstance(tree, dict)]
+            keys = list(dict.fromkeys(key for tree in trees for key in tree))
+            if len(keys) > len(first) and all(isinstance(key, int) for key in keys):
+                keys.sort()  # the optimizer's parameters, in the order of its groups
+            joined = type(first)()
+            vars(joined).update(vars(first)) if hasattr(first, "__dict__") else None  # _metadata
+            for key in keys:
+                joined[key] = self.join([tree[key] for tree in trees if key in tree])
+            return joined
+        if type(first) in (list, tuple):
+            alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
+            return type(first)(self.join(items) for items in zip(*alike, strict=True))
+        return first
 
     def _tensor(self, place: tuple[Any, ...]) -> torch.Tensor:
-        _, area, at, dtype, shape, stride = place[:6]
-        count = 1
-        for size in shape:
-            count *= size
+        _, area, at, dtype, shape, stride = place[:_PLAIN_PLACE]
+        count = math.prod(shape)
         if not count:
             return torch.empty_strided(shape, stride, dtype=dtype)
-        end = at + count * dtype.itemsize
         if area != _CUT:
-            piece = self._pieces[area]
-            found = torch.frombuffer(piece.memory, dtype=dtype, count=count, offset=piece.own_at + at)
-            return found.as_strided(shape, stride)
+            file = self._files[area]
+            return torch.frombuffer(file.memory, dtype=dtype, count=count, offset=file.own_at + at).as_strided(
+                shape, stride
+            )
         parts = []
-        for piece in self._pieces:
-            start, stop = max(at, piece.start), min(end, piece.end)
-            if start < stop:
-                offset = piece.cut_at + start - piece.start
-                parts.append(torch.frombuffer(piece.memory, dtype=torch.uint8, count=stop - start, offset=offset))
+        for file in self._files:
+            start, end = max(at, file.start), min(at + count * dtype.itemsize, file.end)
+            if start < end:
+                offset = file.cut_at + start - file.start
+                parts.append(torch.frombuffer(file.memory, dtype=torch.uint8, count=end - start, offset=offset))
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(dtype).as_strided(shape, stride)
 
-    def _whole(self, places: _Parts) -> torch.Tensor:
+    def _whole(self, places: Sequence[tuple[Any, ...]]) -> torch.Tensor:
         """A whole tensor of its parts. Pages that nothing is written to cost nothing."""
-        whole_shape, dtype = places[0][6], places[0][3]
-        whole = torch.empty(whole_shape, dtype=dtype)
-        filled = 0
+        whole_shape, filled = places[0][_PLAIN_PLACE], 0
+        whole = torch.empty(whole_shape, dtype=places[0][3])
         for place in places:
-            if self._rank is None or self._pieces[place[1]].head.rank == self._rank:
-                part = whole.as_strided(*place[7:10])
+            if self._rank is None or self._files[place[1]].head.rank == self._rank:
+                part = whole.as_strided(*place[_PLAIN_PLACE + 1 :])
                 part.copy_(self._tensor(place))
                 filled += part.numel()
         if self._rank is None and filled < whole.numel():

@@ -8,6 +8,8 @@ Decided by rank 0 in one place. `resume` means, for the run's folder `out`:
 | "never", None | from the start; what lies there is moved to `earlier-N/` |
 | a path | that checkpoint (or the newest of that run's folder); what lies in `out` is moved |
 
+A snapshot in memory (see `snapshots`) counts like a checkpoint of `out`: the newer one is taken.
+
 A start whose last one in `out` had the same "never" or path, and is to be continued, goes on from the newest as "auto"
 does: after it was suspended, killed (a path only), or restarted by the same launcher or requeued by Slurm.
 """
@@ -28,6 +30,7 @@ from ...runlog.events import read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
+from ..checkpoint.kept import Kept, is_kept
 from .config import read_config
 from .curves import PICTURE
 
@@ -38,7 +41,7 @@ _OF_A_RUN = (CHECKPOINTS, *FILES, "tensorboard", "wandb", "mlflow", PICTURE, "re
 class Source:
     """The start of a run, as rank 0 found it."""
 
-    checkpoint: Checkpoint | None  # None: from the very start
+    checkpoint: Checkpoint | Kept | None  # None: from the very start
     goes_on: bool  # whether the files in `out` belong to the same run and stay
     note: str | None = None  # to tell the user
 
@@ -48,16 +51,19 @@ def describe_launch() -> dict[str, JSON]:
     return {"job": JOB_ID.get(), "parent": this_process(os.getppid()), "slurm": os.environ.get("SLURM_JOB_ID")}
 
 
-def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> Source:
+def choose_source(out: Path | None, resume: str | os.PathLike[str] | None, kept: Kept | None = None) -> Source:
     """Finds what to start from, and moves away what does not belong to the run. For rank 0.
+
+    Args:
+        kept: a snapshot of the run in `out`, which counts like a checkpoint of it.
 
     Raises:
         CheckpointError: the path holds no complete checkpoint, or does not exist.
     """
     own = None if out is None else CheckpointFolder(out / CHECKPOINTS)
-    newest = None
+    newest: Checkpoint | Kept | None = None
     if own is not None and (resume == "auto" or _is_to_be_continued(own.folder.parent, resume)):
-        newest = own.newest()
+        newest = _newest(own, kept)
     if newest is not None or resume == "auto":
         again = f"note: goes on with what resume={str(resume)!r} began in {out}; to begin again, give another `out`"
         return Source(newest, goes_on=newest is not None, note=None if resume == "auto" else again)
@@ -71,12 +77,22 @@ def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> So
     checkpoint = find_checkpoint(Path(resume))
     if out is None or own is None:
         return Source(checkpoint, goes_on=False)
-    newest = own.newest()
-    if newest is not None and newest.path.resolve() == checkpoint.path.resolve():
+    in_out = own.newest()
+    if in_out is not None and in_out.path.resolve() == checkpoint.path.resolve():
         return Source(checkpoint, goes_on=True)
     # The folder holds other work: later checkpoints of this run, or another run. It must not be taken for what
     # follows from the path, and is not ours to delete.
     return _start_from_elsewhere(out, checkpoint)
+
+
+def _newest(folder: CheckpointFolder, kept: Kept | None) -> Checkpoint | Kept | None:
+    try:
+        newest = folder.newest()
+    except CheckpointError:  # all are damaged
+        if kept is None:
+            raise
+        return kept
+    return newest if kept is None or (newest is not None and newest.step >= kept.step) else kept
 
 
 def folder_of_this_job(out: Path, options: Mapping[str, Any], number: int) -> list[JSON]:
@@ -89,10 +105,11 @@ def folder_of_this_job(out: Path, options: Mapping[str, Any], number: int) -> li
     Returns:
         The folder, and what to tell.
     """
-    before, _, folder = (OUT.get() or "").partition(":")
+    run = OUT.get() or ""
+    before, _, folder = run.partition(":")
     earlier = Path(folder)
     stays = before != str(number) or earlier == out
-    if stays or _has_checkpoint(out) or not _has_checkpoint(earlier):
+    if stays or _has_checkpoint(out) or not (_has_checkpoint(earlier) or is_kept(run)):
         return [str(out), None]
     advice = "give `out` a name that stays the same when the job is started again"
     then = {**read_config(earlier).get("options", {}), "out": options["out"]}

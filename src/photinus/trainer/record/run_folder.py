@@ -11,7 +11,8 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ...runlog.tables import LOSSES, METRICS, Row, RunFiles, StepLoss, Window, d
 from ...words import mask
 from ..checkpoint.durable import explain_no_space, require_space
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, on_all_ranks
+from ..checkpoint.kept import Kept
 from ..checkpoint.position import Position
 from ..checkpoint.states import PlainState
 from ..checkpoint.writer import LEAST_BYTES, WRITER, Order
@@ -51,6 +53,7 @@ class RunFolder:
 
     Attributes:
         path: the run's folder, None without one.
+        run: what the launcher calls the run (see `status`); "" without a folder.
         error: the first in writing numbers, for all ranks to raise together.
     """
 
@@ -68,6 +71,7 @@ class RunFolder:
         least_bytes: int,
     ) -> None:
         self.path: Path | None = None
+        self.run = ""
         self.error: Exception | None = None
         self._session, self._resume, self._spec, self._user, self._reporting = session, resume, spec, user, reporting
         self._least_bytes = least_bytes
@@ -86,11 +90,15 @@ class RunFolder:
             find = partial(folder_of_this_job, Path(out), options, RunFolder._begun)
             folder, self._moved = from_rank_0(find, f"looking for the folder of {out}")
             self._options["out"], self.path = folder, Path(folder)
-            self._run = f"{RunFolder._begun}:{self.path}"
+            self.run = f"{RunFolder._begun}:{self.path}"
             RunFolder._begun += 1
 
-    def starting_point(self) -> AbstractContextManager[Checkpoint | None]:
+    @contextmanager
+    def starting_point(self, kept: Kept | None) -> Iterator[Checkpoint | Kept | None]:
         """The checkpoint to start from, on all ranks, and for the time of the block. Rank 0 chooses it.
+
+        Args:
+            kept: a snapshot that all ranks have, to start from if it is newer.
 
         Raises:
             CheckpointError: `resume` names none.
@@ -103,10 +111,21 @@ class RunFolder:
                 with explain_no_space(self.path, self._least_bytes):
                     self._lock = lock = RunLock(self.path)
                 self._session.at_end(lambda _: lock.close())
-            self._source = choose_source(self.path, self._resume)
-            return self._source.checkpoint
+            self._source = choose_source(self.path, self._resume, kept)
+            return None if isinstance(self._source.checkpoint, Kept) else self._source.checkpoint
 
-        return on_all_ranks(choose)
+        with on_all_ranks(choose) as checkpoint:
+            if kept is not None:
+                answer = from_rank_0(partial(self._answer, kept), "choosing between memory and disk")
+                kept = None if answer is None else replace(kept, is_unsaved=answer)
+            yield kept or checkpoint
+
+    def _answer(self, kept: Kept) -> JSON:
+        """On rank 0: None where the run goes on from disk, else whether the disk lacks a checkpoint from before."""
+        if self.path is None or not isinstance(self._source.checkpoint, Kept):
+            return None
+        folder = CheckpointFolder(self.path / CHECKPOINTS)
+        return max((manifest.step for _, manifest in folder._readable()), default=-1) < kept.saved_step
 
     def begin(self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None) -> None:
         """The run begins, or goes on, at this position: makes its folder ready, where there is something left to do.
@@ -123,7 +142,7 @@ class RunFolder:
                 where = f"on host {self._session.host}, and {name_ranks(lacking, 8)} cannot see it"
                 unseen = f"note: {self.path} is {where}: rank 0's counts, from which the others get their state"
             if not is_done:
-                status.tell(out=self._run)
+                status.tell(out=self.run)
                 self._position = position
                 self._session.at_end(self._record_end)
         if self._session.is_main:

@@ -83,7 +83,7 @@ class Replicas:
         self._alone = session.world_size == 1
         models = [*models]
         self._models = [] if self._alone else [unwrap_compiled(model) for model in models]
-        self._models = [model for model in self._models if _is_replicated(model, session.world_size)]
+        self._models = [model for model in self._models if is_replicated(model, session.world_size)]
         self._optimizers = optimizers
         self._names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
         self._calls: dict[str, list[dict[str, JSON]]] = {}  # arguments, by step and call
@@ -168,7 +168,8 @@ class Replicas:
         return named
 
 
-def _is_replicated(model: nn.Module, world_size: int) -> bool:
+def is_replicated(model: nn.Module, world_size: int) -> bool:
+    """Return whether all ranks hold all parameters of a model, and always the same."""
     group = getattr(model, "process_group", None)
     if not getattr(model, "check_ranks", True):
         return False

@@ -39,6 +39,19 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def free_memory(root: Path = Path("/")) -> int:
+    """Return how many bytes this process can still take: of the machine, and of this control group and those around."""
+    free = [(_field(text_of(root / "proc/meminfo").replace(":", "").replace(" kB", ""), "MemAvailable") or 0) << 10]
+    for folder in _folders("memory", root):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most = _limit_bytes(folder / limit)
+            if most is not None:  # pages of files that nobody uses make room
+                statistics = text_of(folder / "memory.stat")
+                idle = _field(statistics, "total_inactive_file") or _field(statistics, "inactive_file") or 0
+                free.append(most - (_limit_bytes(folder / usage) or 0) + idle)
+    return max(0, min(free))
+
+
 def oom_kills(root: Path = Path("/")) -> OomKills | None:
     """The counter of out-of-memory kills among the processes of this control group.
 

@@ -1,0 +1,137 @@
+"""The newest snapshot in the memory of the hosts, for a loop that starts again. All ranks look for it together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ... import env
+from ...errors import CheckpointError
+from ...job.world import name_ranks
+from ...parallel.exchange.agreement import gather_per_rank, place_in_group
+from . import image
+from .image import Head
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A snapshot that all hosts hold, whole and verified. A loop loads it like a `Checkpoint`.
+
+    Attributes:
+        step: of the training.
+        steps_lost: number of finished steps after it.
+        path: what stands for it where a checkpoint has a path.
+        format: of the content; see `manifest`.
+        saved_step, is_unsaved: the step of the last checkpoint that was begun before, and whether the disk lacks it.
+        side: which of this rank's two files it is in.
+    """
+
+    step: int
+    steps_lost: int
+    side: int
+    content: Mapping[str, Any]
+    path: Path = Path("memory")
+    format: int = 2
+    is_unsaved: bool = False
+
+    @property
+    def saved_step(self) -> int:
+        """See above."""
+        return int(self.content["position"]["saved_step"])
+
+    def load(self, map_location: Any = "cpu", *, mapped: Collection[str] = ()) -> dict[str, Any]:
+        """The state, by entry: tensors on the CPU, over the snapshot's memory; copy what is to last."""
+        return dict(self.content)
+
+
+def snapshot_files() -> list[list[str]]:
+    """The two memory files of each rank of this host, by local rank, that `photinus run` holds; empty without any."""
+    text = env.SNAPSHOTS.get()
+    return [pair.split(",") for pair in text.split(":")] if text else []
+
+
+def key_of(run: str) -> str:
+    """The name of a run in images; see `status` for what a run is called."""
+    return hashlib.sha256(os.fsencode(run)).hexdigest()
+
+
+def is_kept(run: str) -> bool:
+    """Return whether this host has snapshots of a run."""
+    heads = [image.read_head(path) for pair in snapshot_files() for path in pair]
+    return any(head is not None and head.run == key_of(run) for head in heads)
+
+
+def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept | None:
+    """The newest snapshot of a run that all hosts hold; None when there is none. Called by all ranks.
+
+    A damaged one is reported, and the one before is used.
+
+    Args:
+        run: its key.
+        files: from `snapshot_files`.
+    """
+    rank, world_size = place_in_group()
+    own = files[local_rank] if files else ()
+    heads = [image.read_head(path) for path in own]
+    mine: dict[str, Any] = {
+        "heads": [None if head is None else asdict(head) for head in heads],
+        "progress": max(map(image.read_progress, own), default=-1),
+        "local": [local_rank, len(files)],
+    }
+    everyone = gather_per_rank(mine)
+    steps = [_usable_steps(each, run, place, world_size) for place, each in enumerate(everyone)]
+    for step in sorted(set.intersection(*steps), reverse=True):
+        side = next(
+            side for side, head in enumerate(heads) if head is not None and (head.run, head.step) == (run, step)
+        )
+        error = ""
+        try:
+            image.verify(own[side])
+        except CheckpointError as damage:
+            error = str(damage)
+        sides = gather_per_rank([side, error])
+        damaged = [place for place, (_, text) in enumerate(sides) if text]
+        if damaged:
+            if rank == 0:
+                warnings.warn(
+                    f"the snapshot of step {step} is not used: on {name_ranks(damaged)}, {sides[damaged[0]][1]}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            continue
+        # The files of a host may hold it on different sides, where an attempt ended while it began another.
+        paths = [_path_of(run, step, pair) for pair in files]
+        content = image.load(paths, rank)
+        head = heads[side]
+        assert head is not None, "it was found by its head"
+        states = {place: state for each in gather_per_rank(_own_rng(content, head)) for place, state in each.items()}
+        content["rng"] = [states.get(place) for place in range(head.world_size)]
+        progress = max(each["progress"] for each in everyone)
+        return Kept(step, max(0, progress - step), side, content)
+    return None
+
+
+def _usable_steps(theirs: Mapping[str, Any], run: str, rank: int, world_size: int) -> set[int]:
+    """The steps of which a rank has a snapshot that fits its place."""
+    found = set()
+    for head in (Head(**each) for each in theirs["heads"] if each is not None):
+        same_place = [head.local_rank, head.local_size] == theirs["local"]
+        same_part = not head.split or (head.rank, head.world_size) == (rank, world_size)
+        if head.run == run and same_place and same_part:
+            found.add(head.step)
+    return found
+
+
+def _path_of(run: str, step: int, pair: Sequence[str]) -> str:
+    heads = {path: image.read_head(path) for path in pair}
+    found = [path for path, head in heads.items() if head is not None and (head.run, head.step) == (run, step)]
+    return found[0] if found else pair[0]
+
+
+def _own_rng(content: Mapping[str, Any], head: Head) -> dict[int, Any]:
+    return {head.rank: content["rng"][head.rank]}

@@ -1,0 +1,218 @@
+"""Workers are killed at random moments: snapshots lose at most one finished step, and not one bit of the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_run_end import descendants
+
+TRAINING = """
+import os, sys, time
+folder, out, strategy, steps, every = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+rank, attempt = os.environ["RANK"], os.environ["PHOTINUS_ATTEMPT"]
+
+def note(*words):
+    with open(f"{folder}/notes-{rank}", "a") as file:
+        file.write(" ".join(map(str, words)) + "\\n")
+
+note("process", attempt, os.getpid())
+import torch, photinus
+from torch import nn
+with photinus.init("photinus", seed=1):
+    x = torch.randn(640, 64)
+    y = (x.sum(1) > 0).long()
+    layers = nn.Linear(64, 515), nn.BatchNorm1d(515), nn.ReLU(), nn.Dropout(0.1), nn.Linear(515, 515), nn.Linear(515, 2)
+    model = nn.Sequential(*layers)
+    model, optimizer = photinus.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.003), strategy=strategy)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+    save = photinus.Saving(every_steps=23, snapshot_every=every)
+    loop = photinus.Loop(
+        model, optimizer, torch.utils.data.TensorDataset(x, y), batch_size=24, steps=steps, out=out, save=save,
+        state={"scheduler": scheduler}, report=photinus.Reporting(progress=False, curves=False),
+    )
+    note("began", attempt, loop.step, loop.resumed_from)
+    for inputs, targets in loop:
+        note("finished", loop.step - 1)
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loop.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        time.sleep(0.01)
+    note("ended", loop.step)
+"""
+DEADLINE_S = 240.0
+
+
+class Run:
+    """A job that trains, and what its ranks noted."""
+
+    def __init__(self, folder: Path, ranks: int, strategy: str, steps: int, every: int = 1) -> None:
+        self.folder, self.ranks, self.every = folder, ranks, every
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAINING)
+        self.words = [str(folder / "train.py"), str(folder), str(folder / "out"), strategy, str(steps), str(every)]
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "photinus", "run", "--cpu", "--max-restarts", "1000", "--nproc-per-node"]
+        with open(self.folder / "printed", "a") as printed:
+            self.job = subprocess.Popen(
+                [*command, str(self.ranks), *self.words], stdout=printed, stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    def notes(self) -> list[list[str]]:
+        texts = [path.read_text() for path in sorted(self.folder.glob("notes-*"))]
+        return [line.split() for text in texts for line in text.splitlines()]
+
+    def finished(self) -> int:
+        return max((int(words[1]) for words in self.notes() if words[0] == "finished"), default=0)
+
+    def wait_for(self, kind: str, attempt: int) -> dict[int, int]:
+        """The pids of the attempt's ranks, when all of them have come so far."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            notes = [[path.name, *line.split()] for path in self.folder.glob("notes-*") for line in path.open()]
+            there = {words[0] for words in notes if words[1:3] == [kind, str(attempt)]}
+            if len(there) == self.ranks:
+                found = [words for words in notes if words[1:3] == ["process", str(attempt)]]
+                return {int(words[0].partition("-")[2]): int(words[3]) for words in found}
+            assert self.job.poll() is None, self.printed()
+            assert time.monotonic() < deadline, self.printed()
+            time.sleep(0.005)
+
+    def wait_for_steps(self, more: int) -> None:
+        """Until so many more steps are finished."""
+        wanted, deadline = self.finished() + more, time.monotonic() + DEADLINE_S
+        while self.finished() < wanted:
+            assert self.job.poll() is None, self.printed()
+            assert time.monotonic() < deadline, self.printed()
+            time.sleep(0.005)
+
+    def printed(self) -> str:
+        return (self.folder / "printed").read_text()
+
+    def end(self) -> dict[str, Any]:
+        """Waits for the end; returns the digests of what was trained."""
+        try:
+            assert self.job.wait(DEADLINE_S) == 0, self.printed()
+        finally:
+            self.close()
+        newest = sorted((self.folder / "out" / "checkpoints").glob("step-*"))[-1]
+        files = json.loads((newest / "manifest.json").read_text())["files"]
+        return {name: files[name] for name in ("model", "optimizer", "scheduler")}
+
+    def losses(self) -> list[tuple[str, str]]:
+        rows = [line.split(",") for line in (self.folder / "out" / "losses.csv").read_text().splitlines()[1:]]
+        return [(row[0], row[2]) for row in rows]
+
+    def close(self) -> None:
+        if self.job.poll() is None:
+            self.job.send_signal(signal.SIGTERM)
+            try:
+                self.job.wait(20)
+            except subprocess.TimeoutExpired:
+                self.job.kill()
+                self.job.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero2", 2), ("ddp", 3), ("zero3", 3)])
+def test_kills_at_random_moments_lose_one_finished_step_at_most_and_no_bit(tmp_path, strategy, ranks):
+    kills, steps = 13, 900
+    quiet = Run(tmp_path / "quiet", ranks, strategy, steps)
+    wanted = quiet.end()
+    chance = random.Random(f"{strategy} {ranks}")
+    run = Run(tmp_path / "killed", ranks, strategy, steps)
+    try:
+        for attempt in range(kills):
+            is_early = attempt % 4 == 3  # while it starts, and goes on from memory
+            pids = run.wait_for("process" if is_early else "began", attempt)
+            if is_early:
+                time.sleep(chance.uniform(0.0, 6.0))
+            else:
+                run.wait_for_steps(chance.randrange(40))
+                time.sleep(chance.uniform(0.0, 0.1))
+            assert run.job.poll() is None, f"it ended before kill {attempt}\n{run.printed()}"
+            for rank in chance.sample(sorted(pids), 2 if attempt % 3 == 2 else 1):
+                with suppress(ProcessLookupError):
+                    os.kill(pids[rank], signal.SIGKILL)
+        result = run.end()
+    finally:
+        run.close()
+    began = {int(words[1]): int(words[2]) for words in run.notes() if words[0] == "began"}
+    assert result == wanted
+    assert run.losses() == quiet.losses()
+    assert_few_steps_were_lost(run, began)
+    print(strategy, ranks, began, len(began))
+
+
+def assert_few_steps_were_lost(run: Run, began: dict[int, int]) -> None:
+    finished = 0
+    by_attempt: dict[int, int] = {}
+    for path in run.folder.glob("notes-*"):
+        attempt = 0
+        for words in map(str.split, path.open()):
+            if words[0] == "process":
+                attempt = int(words[1])
+            elif words[0] == "finished":
+                by_attempt[attempt] = max(by_attempt.get(attempt, 0), int(words[1]))
+    for attempt in sorted({*by_attempt, *began}):
+        if attempt in began and attempt:
+            assert finished - began[attempt] <= run.every, f"attempt {attempt} began at {began[attempt]} of {finished}"
+        finished = max(finished, by_attempt.get(attempt, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_killed_launcher_costs_the_steps_since_the_checkpoint_and_no_bit(tmp_path, strategy):
+    wanted = Run(tmp_path / "quiet", 2, strategy, 200).end()
+    run = Run(tmp_path / "killed", 2, strategy, 200)
+    try:
+        pids = run.wait_for("began", 0)
+        run.wait_for_steps(60)
+        deadline = time.monotonic() + DEADLINE_S
+        run.job.kill()
+        run.job.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        run.start()
+        assert run.end() == wanted
+    finally:
+        run.close()
+    assert "checkpoints/step-00000" in run.printed()
+    assert "resumed from memory" not in run.printed()
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_worker_comes_back_from_memory_and_nothing_is_left(tmp_path):
+    run = Run(tmp_path / "killed", 2, "ddp", 70)
+    try:
+        pids = run.wait_for("began", 0)
+        run.wait_for_steps(10)
+        os.kill(pids[1], signal.SIGKILL)
+        launcher = run.job.pid
+        run.wait_for("began", 1)
+        assert descendants(launcher)
+        run.end()
+    finally:
+        run.close()
+    assert "resumed from memory: step " in run.printed()
+    assert_few_steps_were_lost(run, {int(w[1]): int(w[2]) for w in run.notes() if w[0] == "began"})
+    assert "snapshots every step, in " in run.printed()
+    assert not Path(f"/proc/{launcher}").exists()
