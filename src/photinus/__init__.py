@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .parallel import SyncBatchNorm as SyncBatchNorm
     from .parallel import trace as trace
     from .run.from_python import launch as launch
+    from .trainer import Average as Average
     from .trainer import EarlyStopping as EarlyStopping
     from .trainer import Loop as Loop
     from .trainer import MLflow as MLflow
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .trainer import suspend as suspend
     from .trainer import suspend_requested as suspend_requested
     from .trainer import unwrap as unwrap
+    from .trainer import update_bn as update_bn
     from .trainer import wrap as wrap
 
 from . import errors
@@ -49,9 +51,10 @@ _HOMES = {
         "run.from_python": ("launch",),
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
-            *("EarlyStopping", "Loop", "MLflow", "Reporting", "Saving", "Suspended", "TensorBoard", "Trainer", "Wandb"),
+            *("Average", "EarlyStopping", "Loop", "MLflow", "Reporting", "Saving", "Suspended", "TensorBoard"),
+            *("Trainer", "Wandb"),
             *("backward", "evaluate", "init", "load", "loader", "predict", "save"),
-            *("suspend", "suspend_requested", "unwrap", "wrap"),
+            *("suspend", "suspend_requested", "unwrap", "update_bn", "wrap"),
         ),
         "job.world": ("World",),
     }.items()

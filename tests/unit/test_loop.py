@@ -108,8 +108,9 @@ def test_batches_are_accumulated_inside_no_sync_and_clipped_once(world: Any, com
             assert loop.clip(0.5).item() == pytest.approx(12.0)
             optimizer.step()
     assert plain.weight.item() == pytest.approx(start - 0.5)
-    with pytest.raises(ValueError, match=r"loop\.clip: max_norm=0"):
-        loop.clip(0)
+    for limits in ({"max_norm": 0}, {"value": -1.0}, {"max_norm": 1.0, "value": 1.0}, {}):
+        with pytest.raises(ValueError, match=r"loop\.clip: max_norm=.* value=.*: needs one of both, a number above 0"):
+            loop.clip(**limits)
 
 
 def test_what_was_loaded_keeps_no_hold_of_the_checkpoints_files(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _tensors(checkpoint: Any, average: str | None, dtype: str | None) -> tuple[d
         names, state = state.keys(), checkpoint.load(only=[average])[average]
         if not isinstance(state, Mapping) or "n_averaged" not in state:
             raise CheckpointError(f"{average!r} in {checkpoint.path} is not the state of an AveragedModel")
-        state = plain_names({name: value for name, value in state.items() if name != "n_averaged"}, names)
+        state = plain_names(state, names)
     tensors: dict[str, Any] = {}
     tied: dict[str, str] = {}
     names_by_place: dict[object, str] = {}

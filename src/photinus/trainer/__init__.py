@@ -4,6 +4,7 @@ data/        from a data set to the batches of this rank
 checkpoint/  complete or absent, verified before use, without pickle
 session/     this process in its job: device, group, wrapped models, preemption
 record/      what a run measures and leaves in its folder
+averages     averages of the weights, and the statistics of their batch norms
 backwards    which gradients a loop made: a step on others is an error; and backward in a loop of your own
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    from a batch to its loss, and the weight of that
@@ -19,6 +20,7 @@ trainer      the whole training in one call
 
 from __future__ import annotations
 
+from .averages import Average, update_bn
 from .backwards import backward
 from .checkpoint.folder import CheckpointFolder
 from .checkpoint.statefile import load, save
@@ -37,6 +39,7 @@ from .session.wrapping import wrap
 from .trainer import Result, Trainer
 
 __all__ = [
+    "Average",
     "CheckpointFolder",
     "EarlyStopping",
     "Loop",
@@ -60,5 +63,6 @@ __all__ = [
     "suspend",
     "suspend_requested",
     "unwrap",
+    "update_bn",
     "wrap",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PhotinusError
-from ..parallel.zero.split_states import is_split
+from ..parallel.zero.split_states import is_split, own_part
 from ..training_process import OptimizerSteps
 from .data.loader import running_weight
 from .session.replicas import Replicas
@@ -30,11 +30,17 @@ class Backwards:
     Args:
         optimizers: whose steps are looked at while a body runs.
         replicas: takes what is noted of each step.
+        stepped: is called with an optimizer's place and the loop's step, after a step of the optimizer in a body; after
+            the body, if only one inside of it was seen to step (Lookahead moves the weights after that).
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas, stepped: Callable[[int, int], None]
+    ) -> None:
         self._optimizers = optimizers
         self._replicas = replicas
+        self._report_step = stepped
+        self._stepped_inside: set[int] = set()  # in the running body
         self._step = 0  # of the loop
         # By optimizer, from its last step: a parameter whose gradient it used; whether this gradient was still there at
         # the next backward; and its split parameters, with the changes that they had seen.
@@ -105,6 +111,8 @@ class Backwards:
     def body_ended(self) -> bool:
         """The body came to its end, or was left. Returns whether it used all gradients that it made, and no others."""
         self._watched = False
+        while self._stepped_inside:
+            self._report_step(self._stepped_inside.pop(), self._step)
         self._group = self._body - self._settled
         return self._settle(self._body) and self._group == 1
 
@@ -139,6 +147,12 @@ class Backwards:
         for place, parameter in self._witnesses.items():
             self._kept.setdefault(place, parameter.grad is not None)
         return self._evaluations <= 1
+
+    @property
+    def adds_up(self) -> bool:
+        """Return whether a backward adds to gradients of an earlier body, as far as this rank sees them."""
+        waits = len(self._optimizers) == 1 and self._stepped[0] < self._reached[0] < self._body
+        return waits and _has_gradients(self._optimizers[0])
 
     def note_kept(self) -> None:
         """Remember the gradients of a batch that is not the last of its step."""
@@ -204,6 +218,8 @@ class Backwards:
             self._replicas.note(self._call(place), *optimizer.param_groups)
             parameters = _parameters_of(optimizer)
             self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
+            self._stepped_inside.discard(place)
+            self._report_step(place, self._step)
             self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])
 
     def _call(self, place: int) -> str:
@@ -215,6 +231,7 @@ class Backwards:
             for place, each in enumerate(self._optimizers):
                 if any(id(parameter) in inner for parameter in _parameters_of(each)):
                     self._stepped[place] = self._body
+                    self._stepped_inside.add(place)
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         if self._watched and self._made == self._used[place] and _has_gradients(optimizer):
@@ -236,7 +253,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     for parameter in _parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is not None:
-            gradient = gradient.to_local() if is_split(gradient) else gradient
+            gradient = own_part(gradient)
             if gradient.is_sparse or bool(gradient.any()):
                 return True
     return False

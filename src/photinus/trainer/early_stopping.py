@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,36 +26,32 @@ class EarlyStopping:
     Args:
         metric: "loss" or a metric that is logged in each row. The highest value is best; with "-" before the name
             ("-valid_loss") the lowest, as in `photinus.Saving(best=...)`.
-        patience: end the run after N rows in a row without an improvement. Default: 3.
+        patience: end the run after N rows in a row without an improvement (nan and inf are none). Default: 3.
         min_delta: a change counts as an improvement if it is larger than this. Default: 0.0.
 
-    A value that is not finite is no improvement; a line says so.
-
     Raises:
-        TypeError, ValueError: the metric is not a name, or a loss whose highest value would be best; patience is below
-            1; min_delta is below 0.
+        TypeError, ValueError: an argument that cannot be right.
 
     Attributes:
-        best: the best value so far, None before the first.
-        rows: number of rows since then.
+        best, rows: the best value so far, None before the first; number of rows since then.
         stopped: why it ended the run, as text; "" before.
     """
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0) -> None:
-        example = 'needs the name of a metric that is logged, such as "accuracy" or "-loss"'
         is_name = isinstance(metric, str) and bool(metric.removeprefix("-"))
-        rises = f"the lowest loss is best: write EarlyStopping('-{metric}')"
+        example = f'EarlyStopping({metric!r}): needs the name of a metric that is logged, such as "accuracy" or "-loss"'
+        rises = f"EarlyStopping({metric!r}): the lowest loss is best: write EarlyStopping('-{metric}')"
         is_number = isinstance(min_delta, (int, float)) and 0 <= min_delta < math.inf
         check_all(
-            partial(refuse_if, not is_name, TypeError(f"EarlyStopping({metric!r}): {example}")),
-            partial(refuse_if, metric in ("loss", "valid_loss"), ValueError(f"EarlyStopping({metric!r}): {rises}")),
+            partial(refuse_if, not is_name, TypeError(example)),
+            partial(refuse_if, metric in ("loss", "valid_loss"), ValueError(rises)),
             partial(whole_number, "patience", patience, least=1),
             partial(refuse_if, not is_number, ValueError(f"min_delta={min_delta!r}: needs a number from 0")),
         )
         self.metric, self.patience, self.min_delta = metric, int(patience), float(min_delta)
+        self.name = metric.removeprefix("-")
         self.best: float | None = None
-        self.rows = 0
-        self.stopped = ""
+        self.rows, self.stopped = 0, ""
         self.goes_on = False  # it had stopped the run that was loaded, and has more patience now
 
     def __repr__(self) -> str:
@@ -63,28 +59,23 @@ class EarlyStopping:
 
     def after_row(self, row: Row) -> str:
         """Return why the run ends after this row, "" if it goes on. Raises PhotinusError if the metric is missing."""
-        name = self.metric.removeprefix("-")
-        if name not in row:
+        if self.name not in row:
             raise PhotinusError(
-                f"{self!r}: the row of step {int(row['step'])} has no {name!r}; it has {', '.join(sorted(row))}."
-                f"{hint(name, row, show=repr)} Log it on rank 0 in each body in which loop.validation_due is true: "
-                f"loop.log({name}=...)"
+                f"{self!r}: the row of step {int(row['step'])} has no {self.name!r}; it has {', '.join(sorted(row))}."
+                f"{hint(self.name, row, show=repr)} Log it on rank 0 in each body in which loop.validation_due is "
+                f"true: loop.log({self.name}=...)"
             )
-        value, sign = float(row[name]), 1.0 if name == self.metric else -1.0
+        value, sign = float(row[self.name]), 1.0 if self.name == self.metric else -1.0
         if math.isfinite(value) and (self.best is None or sign * (value - self.best) > self.min_delta):
             self.best, self.rows = value, 0
         else:
             self.rows += 1
         if self.rows >= self.patience:
-            self.stopped = self._reason(name)
+            by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            change = f"did not {'rise above' if sign > 0 else 'fall below'} {number(self.best or 0.0)}{by}"
+            change = "was not a finite number" if self.best is None else change
+            self.stopped = f"{self.name} {change} in the last {plural(self.rows, 'row')}"
         return self.stopped
-
-    def _reason(self, name: str) -> str:
-        span = f"in the last {plural(self.rows, 'row')}"
-        if self.best is None:
-            return f"{name} was not a finite number {span}"
-        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return f"{name} did not {'rise above' if name == self.metric else 'fall below'} {number(self.best)}{by} {span}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -92,31 +83,28 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; what was counted of another metric does not count."""
-        is_other = state["metric"] != self.metric
-        self.best, self.rows = (None, 0) if is_other else (state["best"], state["rows"])
+        is_same = state["metric"] == self.metric
+        self.best, self.rows = (state["best"], state["rows"]) if is_same else (None, 0)
         self.stopped = state["stopped"] if self.rows >= self.patience else ""
         self.goes_on = bool(state["stopped"]) and not self.stopped
 
 
-def reason_to_stop(judges: Iterable[Any], row: Row, *, is_main: bool) -> str:
+def reason_to_stop(judges: Sequence[Any], row: Row, *, is_main: bool) -> str:
     """Return why a run ends after this row, by rank 0's row and judgement; "" if it goes on. All ranks call it.
 
     Args:
         judges: objects of a loop's `state` with a method `after_row(row)`.
     """
-    judges = [*judges]
     if not judges:
         return ""
 
     def judge() -> list[Any]:
         return [row, *(str(each.after_row(row) or "") for each in judges)]
 
-    row_of_main, *reasons = from_rank_0(judge, "deciding whether to stop early")
+    row, *reasons = from_rank_0(judge, "deciding whether to stop early")
     for each in judges:
-        if not isinstance(each, EarlyStopping):
-            continue
-        if not is_main:
-            each.after_row(row_of_main)
-        elif not math.isfinite(value := row[name := each.metric.removeprefix("-")]):
-            say(f"warning: {name} is {value}, which {each!r} counts as a row without an improvement")
+        if isinstance(each, EarlyStopping) and not is_main:
+            each.after_row(row)
+        elif isinstance(each, EarlyStopping) and not math.isfinite(row[each.name]):
+            say(f"warning: {each.name} is {row[each.name]}, which {each!r} counts as a row without an improvement")
     return next(filter(None, reasons), "")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 from ..errors import CollectiveError
@@ -140,7 +141,8 @@ def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
     changes nothing for training; a model that asked DDP not to (broadcast_buffers=False) keeps its own, as do the
     buffers that DDP ignores.
     """
-    if session.world_size == 1 or not exchanges_gradients(model) or not getattr(model, "broadcast_buffers", True):
+    exchanges = exchanges_gradients(model) or isinstance(model, AveragedModel)
+    if session.world_size == 1 or not exchanges or not getattr(model, "broadcast_buffers", True):
         return
     ignored: Collection[str] = getattr(model, "parameters_to_ignore", ())
     buffers = [buffer for name, buffer in unwrap(model).named_buffers() if name not in ignored]

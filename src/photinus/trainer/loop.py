@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from ..parallel.exchange.agreement import JSON, check_alike, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
+from .averages import Average
 from .backwards import Backwards, check_loss
 from .checkpoint.kept import Kept
 from .checkpoint.position import Length, Position
@@ -59,7 +60,7 @@ from .session.wrapping import (
     exchanges_gradients,
 )
 from .snapshots import Snapshots
-from .weighted_means import WeightedMeans, zero_gradients
+from .weighted_means import WeightedMeans, values_of, zero_gradients
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take
@@ -92,8 +93,8 @@ class Loop:
         state: more objects with state_dict and load_state_dict to save and restore, by name (a learning-rate scheduler,
             a GradScaler, a second optimizer, a second model that is wrapped). The body calls what they do. Must be
             equal on all ranks. Each is a file of the checkpoint, under its name. The loop itself uses a
-            `photinus.EarlyStopping`, and objects with `after_row(row)`: rank 0 calls it after each whole row of
-            metrics.csv, and a text that it returns ends the run.
+            `photinus.Average`, a `photinus.EarlyStopping`, and objects with `after_row(row)`: rank 0 calls it after
+            each whole row of metrics.csv, and a text that it returns ends the run.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, every N steps (counted over the
             whole run) and at the run's end; None: at the end of each epoch.
         save: a `photinus.Saving`: when to save, and which checkpoints to keep. Default: at each epoch's end and every
@@ -164,6 +165,9 @@ class Loop:
             optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
             check_schedulers(others, optimizers)
             check_second_models(model, others, session.world_size)
+            averages = {f"state[{name!r}]": each for name, each in others.items() if isinstance(each, Average)}
+            # With the places of the optimizers that step their models.
+            self._averages = [(each.begin(optimizers, name), each) for name, each in averages.items()]
             self._strategy = strategy_of(model)
             self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
             self._accumulate = int(accumulate)
@@ -187,7 +191,8 @@ class Loop:
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
+        self._backwards, self._told_unseen = Backwards(optimizers, self._replicas, self._update_averages), False
+        self._told_of_sum = not session.is_main
         self._means = WeightedMeans(session, partial(_gradients_of, models, optimizers))
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
@@ -360,6 +365,12 @@ class Loop:
         check_loss(loss)
         if self._batches_done:
             self._backwards.check_kept()
+        elif weight is not None and not self._told_of_sum and self._accumulate == 1 and self._backwards.adds_up:
+            self._told_of_sum = True
+            say(
+                f"warning: gradients of several batches add up in step {self.step}, but the weight of each counts in "
+                f"its batch alone: the step takes a mean of means. Use photinus.Loop(..., accumulate=N) instead"
+            )
         counts = weight is None or batch.samples  # not samples that a stream repeats
         own, factor, counted_share = self._means.part(weight if counts else 0, share)
         if weight is None:
@@ -414,29 +425,43 @@ class Loop:
         """
         return self._strategy.no_sync(self._wrapped)
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    @overload
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+
+    @overload
+    def clip(self, *, value: float) -> None: ...
+
+    def clip(
+        self, max_norm: float | None = None, norm_type: float = 2.0, *, value: float | None = None
+    ) -> Tensor | None:
         """Scale the gradients down so that their norm over the whole model is at most `max_norm`, on all ranks.
 
-        The result is the same for every world size and strategy, to float precision. All ranks call it, after the last
-        backward before the optimizer's step (with a GradScaler, after its `unscale_`).
+        With `value=` instead, clip each element to the range from -value to value. The result is the same for every
+        world size and strategy, to float precision. All ranks call it, after the last backward before the optimizer's
+        step (with a GradScaler, after its `unscale_`).
 
         Returns:
-            The norm before, shape [], equal on all ranks.
+            The norm before, shape [], equal on all ranks; None with `value`.
 
         Raises:
-            ValueError: `max_norm` is not above 0.
+            ValueError: both are given, or none, or the one is not above 0.
             PhotinusError: called before the last batch of a step.
         """
-        if not max_norm > 0:
-            raise ValueError(f"loop.clip: max_norm={max_norm}, but a number above 0 is needed")
+        limit = [each for each in (max_norm, value) if each is not None]
+        if len(limit) != 1 or not limit[0] > 0:
+            raise ValueError(f"loop.clip: max_norm={max_norm}, value={value}: needs one of both, a number above 0")
         if self._batch is not None and not self.step_due:
             raise PhotinusError(
                 f"loop.clip before the last batch of step {self.step}: with accumulate=... the ranks' gradients are "
                 f"averaged in the last one. Write it under `if loop.step_due`."
             )
-        self._replicas.note(f"loop.clip in step {self.step}", {"max_norm": max_norm, "norm_type": norm_type})
+        how = {"max_norm": max_norm, "norm_type": norm_type, "value": value}
+        self._replicas.note(f"loop.clip in step {self.step}", how)
         self._clock.optimizing_began()
-        norm = self._strategy.clip(self._wrapped, max_norm, norm_type)
+        norm = None if max_norm is None else self._strategy.clip(self._wrapped, max_norm, norm_type)
+        if value is not None:
+            for gradient in _gradients_of([self.model], [self._optimizer]):
+                values_of(gradient).clamp_(-value, value)
         self._clock.optimizing_ended()
         return norm
 
@@ -552,6 +577,12 @@ class Loop:
             self._progress.close()
             watch.close()
             self._folder.settle()  # left early
+
+    def _update_averages(self, place: int, step: int) -> None:
+        """An optimizer has stepped."""
+        for of_model, average in self._averages:
+            if of_model == place:
+                average.after_step(step)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:

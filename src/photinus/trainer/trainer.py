@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from ..parallel import find_strategy, strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..words import hint
+from .averages import Average
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if
 from .data.loader import loader
@@ -103,8 +105,9 @@ class Trainer:
         clip_norm: largest norm of the gradients over the whole model; None does not clip.
         validate_every_steps: validate every N steps and at the run's end, instead of at the end of each epoch.
         callbacks: functions called as callback(loop) after each validation, which may call `loop.log(...)` and
-            `loop.stop()`. And objects that a Loop uses in `state`: a `photinus.EarlyStopping`, or others with
-            state_dict and load_state_dict. They are saved under the name of their class, such as early_stopping.
+            `loop.stop()`. And objects that a Loop uses in `state`: a `photinus.EarlyStopping`, a `photinus.Average`
+            (then validation is of the average), or others with state_dict and load_state_dict. They are saved under
+            the name of their class: early_stopping, average.
 
     Backend, device and seed are those of `with photinus.init(...):` around `fit`. Without one, they are its defaults:
     the order of the samples is that of seed 0, and dropout differs from run to run. Create the model inside too, if
@@ -182,7 +185,8 @@ class Trainer:
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
         self._body: dict[str, JSON] = {"precision": precision, "clip_norm": clip_norm}
         self._body |= {"scheduler_every": scheduler_every}
-        self._callbacks = [each for each in callbacks if callable(each)]
+        self._callbacks = [each for each in callbacks if callable(each) and not isinstance(each, nn.Module)]
+        self._averages = [each for each in callbacks if isinstance(each, Average) and each.validate]
         self._stoppings = [each for each in callbacks if isinstance(each, EarlyStopping)]
 
     def fit(self, train_set: Data, valid_set: Data | None = None) -> Result:
@@ -227,8 +231,9 @@ class Trainer:
                     self._step(loop, optimizer)
                 measured: dict[str, float] = {}
                 if loop.validation_due and valid_set is not None:
+                    averaged = next((each for each in self._averages if int(each.n_averaged)), model)
                     with self._autocast():
-                        measured = evaluate(model, valid_set, self._metrics, forward=self._objective.forward)
+                        measured = evaluate(averaged, valid_set, self._metrics, forward=self._objective.forward)
                     loop.log(**measured)
                 if loop.whole_epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
                     follows = isinstance(self._scheduler, ReduceLROnPlateau)
@@ -316,21 +321,14 @@ class Trainer:
         )
 
 
-def _kind(each: Any) -> str:
-    return f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
-
-
-def _has_state(each: Any) -> bool:
-    return callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
-
-
 def _by_name(callbacks: Any) -> dict[str, Any]:
     """Return those that a checkpoint keeps, by the names of their classes: early_stopping, and early_stopping_2."""
     found: dict[str, Any] = {}
-    for each in filter(_has_state, callbacks if isinstance(callbacks, Sequence) else ()):
-        name = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", type(each).__name__).lower()
-        number = 1 + sum(re.sub("_[0-9]+$", "", other) == name for other in found)
-        found[name if number == 1 else f"{name}_{number}"] = each
+    for each in callbacks if isinstance(callbacks, Sequence) else ():
+        if hasattr(each, "load_state_dict"):
+            name = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", type(each).__name__).lower()
+            number = 1 + sum(type(other) is type(each) for other in found.values())
+            found[name if number == 1 else f"{name}_{number}"] = each
     return found
 
 
@@ -346,14 +344,18 @@ def _check_kinds(losses: Mapping[str, Any], metrics: Any, scheduler: Any, callba
     functions = {name: each for name, each in losses.items() if each is not None}
     check_functions({**functions, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}})
     for place, callback in enumerate(callbacks):
-        if isinstance(callback, type) or not (callable(callback) or _has_state(callback)):
+        if isinstance(callback, AveragedModel) and not isinstance(callback, Average):
+            raise TypeError(f"callbacks[{place}] is torch's AveragedModel, which nothing updates: use photinus.Average")
+        kind = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        if isinstance(callback, type) or not (callable(callback) or hasattr(callback, "load_state_dict")):
             raise TypeError(
-                f"callbacks[{place}] is {_kind(callback)}, but a function (loop) is needed, or an object with "
+                f"callbacks[{place}] is {kind}, but a function (loop) is needed, or an object with "
                 f"state_dict and load_state_dict, such as photinus.EarlyStopping"
             )
     if isinstance(scheduler, type) or not (scheduler is None or callable(getattr(scheduler, "step", None))):
+        kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
         raise TypeError(
-            f"scheduler is {_kind(scheduler)}, but an object with a step() is needed, such as "
+            f"scheduler is {kind}, but an object with a step() is needed, such as "
             f"torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         )
 

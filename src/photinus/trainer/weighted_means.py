@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PhotinusError
-from ..parallel.zero.split_states import is_split
+from ..parallel.zero.split_states import own_part
 from .session.session import Session
 
 _WHOLE = 1 - 1e-6
@@ -106,8 +106,7 @@ class WeightedMeans:
         if self._is_last:
             factor = mean.shares * mean.reference / mean.total if mean.total else 1.0
             for gradient in self._gradients() if factor != 1.0 else ():
-                part = gradient.to_local() if is_split(gradient) else gradient
-                (part._values() if part.is_sparse else part).mul_(factor)
+                values_of(gradient).mul_(factor)
         if self._batches == 1:
             self._mean, self._shares = None, 0.0
 
@@ -118,6 +117,12 @@ class WeightedMeans:
                 f"the shares of a batch's weighted losses add up to {self._shares:.4g}, but 1 is needed. Give no share "
                 f"where the gradients of several batches add up: photinus.Loop(..., accumulate=4) knows it."
             )
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient that this rank holds, to change them."""
+    part: Tensor = own_part(gradient)
+    return part._values() if part.is_sparse else part
 
 
 def _number(weight: Any) -> float:

@@ -9,6 +9,7 @@ gives its pages back each time (a GPT of 20 M parameters, 4x64 tokens, had 3.6 t
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +43,7 @@ _NEED_WHOLE = {
 }
 """Optimizers of torch.optim that do not step parts of parameters as they step whole ones, and why (all were tried)."""
 
+_OF_SPLIT = ("__deepcopy__", "inside_no_sync", "has_gathered")  # attributes of a split model
 _KEPT = "photinus_kept"  # on a gradient that some rank made: later backwards add to it
 
 
@@ -149,7 +151,7 @@ class FullyShardedStrategy(Strategy):
         # Before FSDP's hook, which would put its own tensors in the place of those that came.
         model.register_forward_pre_hook(_disable_dynamo(lambda *_: held_parameters.check(rank)), prepend=True)
         model.register_forward_pre_hook(_disable_dynamo(_make_memory_for_training), prepend=True)
-        vars(model)["__deepcopy__"] = partial(_refuse_copy, self.name)
+        vars(model)["__deepcopy__"] = partial(copy_split, model)
         model.register_forward_hook(_disable_dynamo(lambda *_: held_parameters.learn()))
         model.register_forward_hook(_drop_without_backward)
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
@@ -333,12 +335,63 @@ def _make_memory_for_training(model: nn.Module, *_: Any) -> None:
     vars(model)["has_gathered"] = True
 
 
-def _refuse_copy(strategy: str, memo: object) -> None:
-    raise TypeError(
-        f"a model that strategy {strategy!r} has split cannot be copied. Make the copy of the plain model, before "
-        f"photinus.wrap: average = AveragedModel(model); and wrap what it holds, too: average.module = "
-        f"photinus.wrap(average.module, strategy={strategy!r})"
+class _CopyStrategy(Zero3Strategy):
+    """Splits a copy whose values come from the parts of its model."""
+
+    def _start_as_rank_0(self, *_: Any) -> None:
+        """Nothing to do."""
+
+
+def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a model that FSDP2 has split, split in the same way. All ranks make it; nothing is exchanged.
+
+    Raises:
+        TypeError: a parameter is split in another way than along its first dimension, over one group.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import Shard
+
+    drop_gathered(model)
+    memo = {} if memo is None else memo
+    parameters: Any = dict(model.named_parameters())
+    for name, each in parameters.items():
+        if not is_split(each) or tuple(each.placements) != (Shard(0),):
+            how = f"split as {each.placements}" if is_split(each) else "not split"
+            raise TypeError(
+                f"{type(model).__name__} cannot be copied: {name} is {how}, and only what is split along its first "
+                f"dimension over one group of ranks can"
+            )
+        # Its memory is used only as far as the new part is cut from it.
+        whole = torch.empty(each.shape, dtype=each.dtype, device=each.to_local().device)
+        memo[id(each)] = nn.Parameter(whole, each.requires_grad)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in reversed(units):  # inner ones first
+        kinds = type(unit).__mro__
+        plain: Any = kinds[kinds.index(FSDPModule) + 1]
+        new = memo[id(unit)] = plain.__new__(plain)
+        state = cast("dict[str, Any]", unit.__reduce_ex__(4)[2])
+        state = {key: v for key, v in state.items() if key not in _OF_SPLIT and "composable_api" not in key}
+        for key, hooks in state.items():
+            if key.endswith("_hooks") and isinstance(hooks, dict):
+                state[key] = type(hooks)((k, hook) for k, hook in hooks.items() if not _is_internal(hook))
+        new.__setstate__(copy.deepcopy(state, memo))
+    own, first = {id(memo[id(unit)]) for unit in units}, next(iter(parameters.values()))
+    policy = getattr(cast(Any, fully_shard).state(model), "_mp_policy", None)
+    options = {"process_group": first.device_mesh.get_group(), "mp_policy": policy}
+    copied: Any = _CopyStrategy(shard=lambda module: id(module) in own, **options).wrap(
+        memo[id(model)], first.to_local().device
     )
+    with torch.no_grad():
+        for ours, theirs in zip(copied.parameters(), parameters.values(), strict=True):
+            ours.to_local().copy_(theirs.to_local())
+    return cast(nn.Module, copied)
+
+
+def _is_internal(value: Any) -> bool:
+    """Return whether it is a hook of FSDP2 or of the strategy; a copy gets them again."""
+    hook = inspect.unwrap(getattr(value, "hook", value))
+    home = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", "")
+    return str(home).startswith(("torch.distributed.", "photinus."))
 
 
 def _drop_without_backward(model: nn.Module, *_: Any) -> None:

@@ -26,6 +26,11 @@ def is_split(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
+def own_part(tensor: Any) -> Any:
+    """Return this rank's part of a tensor that lies on several ranks; another one as it is."""
+    return tensor.to_local() if is_split(tensor) else tensor
+
+
 def map_state(
     state: Any, change: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda value: value
 ) -> Any:

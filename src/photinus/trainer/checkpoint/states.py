@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from ...errors import CheckpointError
 from ...parallel import strategy_of
@@ -50,13 +51,22 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the user's module, or torch's AveragedModel over it: what has plain names."""
+    module = unwrap(module)
+    if isinstance(module, AveragedModel) and unwrap(module.module) is not module.module:
+        inner, module = unwrap(module.module), copy.copy(module)
+        vars(module)["_modules"] = {"module": inner}
+    return module
+
+
 def state_of(value: Any) -> Any:
     """The whole state of an object that has one (`state_dict`; a wrapped model's own), else the value itself.
 
     Called by all ranks, for what strategies split over the ranks is gathered: on rank 0, what others get is of no use.
     """
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-        part = unwrap(value) if isinstance(value, nn.Module) else value
+        part = _inside(value) if isinstance(value, nn.Module) else value
         return strategy_of(part).save(part)
     if _has_state(value):
         state = gather_state(value.state_dict())  # such as an average of a split model's weights
@@ -188,7 +198,10 @@ def plain_names(state: Mapping[str, Any], wanted: Collection[str]) -> dict[str, 
 
     Args:
         wanted: the model's own names. A prefix that belongs to them (the model's only child is called `module`) stays.
+            A plain model takes the weights of an average, too.
     """
+    if "n_averaged" in state and "n_averaged" not in wanted:  # torch's AveragedModel counts
+        state = {name: value for name, value in state.items() if name != "n_averaged"}
     for prefix in ("module.", "_orig_mod."):
         if state and all(str(name).startswith(prefix) for name in state):
             shorter = {str(name).removeprefix(prefix): value for name, value in state.items()}
@@ -209,7 +222,7 @@ def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
         if name not in states:
             raise CheckpointError(f"{source} holds no {name!r}; it holds {', '.join(map(repr, states)) or 'nothing'}")
         if isinstance(target, nn.Module):
-            _check_module(name, unwrap(target), states[name], source)
+            _check_module(name, _inside(target), states[name], source)
         if isinstance(target, torch.optim.Optimizer):
             check_optimizer_state(target, states[name], source, objects.values())
 
@@ -259,7 +272,7 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
 
     for name, target in objects.items():
         if isinstance(target, (nn.Module, torch.optim.Optimizer)):
-            part = unwrap(target) if isinstance(target, nn.Module) else target
+            part = _inside(target) if isinstance(target, nn.Module) else target
             before[name] = strategy_of(part).keep(part)
         elif _has_state(target):
             before[name] = partial(target.load_state_dict, copy_state(target.state_dict(), _CPU))
@@ -276,7 +289,7 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
 def load_into(target: Any, state: Any) -> None:
     """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
     if isinstance(target, nn.Module):
-        module = unwrap(target)
+        module = _inside(target)
         strategy_of(module).load(module, plain_names(state, module.state_dict().keys()))
     elif isinstance(target, torch.optim.Optimizer):
         # What its own constructor gave: torch adds a name to the defaults while it loads, and not to the groups.

@@ -68,15 +68,7 @@ def wrap(
     only its `forward`. Under "zero2" and "zero3" it is the same object with new parameters (this rank's parts), and all
     ranks must call it equally often. Optimizers stay the same objects, so schedulers and hooks on them stay valid.
     Other references to the old parameters, and optimizers that are not given here, do not. Under "zero2", values put
-    into `model.parameters()` between a forward and its backward are lost. Make a moving average of the weights (torch's
-    AveragedModel) before `wrap`; under "zero2" and "zero3" wrap its module too:
-
-        average = AveragedModel(model)
-        model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
-        average.module = photinus.wrap(average.module, strategy="zero3")
-
-    There, `use_buffers=True` works with an `avg_fn`, but not with a `multi_avg_fn`: torch cannot mix parts and whole
-    tensors in one call.
+    into `model.parameters()` between a forward and its backward are lost. To average weights, use `photinus.Average`.
 
     Args:
         model: a plain module. All ranks start with rank 0's parameters and buffers.
