@@ -1,17 +1,23 @@
-"""Fashion-MNIST and the nanoGPT-style script: what they reach, and the same on one process and on two."""
+"""Fashion-MNIST, the nanoGPT-style script and the Llama: what they reach, and the same on one process and on two."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from difflib import unified_diff
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from photinus.runlog.events import read_events
 from photinus.runlog.tables import read_rows
 from tests.fork_server import REPOSITORY
 from tests.scripts import run_forked
@@ -109,3 +115,51 @@ def test_nanogpt_learns_the_same_on_one_device_and_on_two_ranks_and_prints_what_
     shown = [float(each) for line in re.findall("^step .*", page, re.M) for each in re.findall(r"loss ([\d.]+)", line)]
     assert len(shown) == 4
     assert shown == pytest.approx(losses["two"][: len(shown)], abs=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_llama_learns_the_same_on_one_process_and_on_two_and_a_killed_rank_costs_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("transformers", "datasets", "wandb"):  # not imported: wandb leaves folders
+        if find_spec(package) is None:
+            pytest.skip(f"examples/transformers needs {package}")
+    script = "transformers/train.py"
+    assert len((EXAMPLES / script).read_text().splitlines()) <= 40
+    for name in ("HF_HOME", "TMPDIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ends = [run(name, script, name, folder=tmp_path) for name in LAUNCHERS]
+    assert all("stopped: step 60 of 500, in epoch 1 (valid_loss did not fall below" in said for said in ends)
+    one, two = ([row["loss"] for row in read_rows(tmp_path / name / "losses.csv")] for name in LAUNCHERS)
+    assert one[-1] < 3.2 < 5 < one[0]
+    assert two == pytest.approx(one, rel=0.01)  # bfloat16
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*LAUNCHERS["two"], str(EXAMPLES / script), "killed"]
+    with (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=log, stderr=log)
+        try:
+            losses, deadline = tmp_path / "killed" / "losses.csv", time.monotonic() + 300
+            while not (losses.exists() and len(losses.read_text().splitlines()) > 33):
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            started = [event for event in read_events(tmp_path / "killed") if event.kind == "start"]
+            os.kill(int(started[-1].facts["pid"]), signal.SIGKILL)  # rank 0
+            assert job.wait(timeout=400) == 0, (tmp_path / "log").read_text()
+        finally:
+            if job.poll() is None:
+                job.kill()
+                job.wait()
+    assert "restart 1 of" in (tmp_path / "log").read_text()
+    digests = [_digests(tmp_path / name) for name in ("two", "killed")]
+    assert digests[0] == digests[1]
+    assert {"model", "optimizer", "average", "early_stopping"} <= digests[0].keys()
+    assert list((tmp_path / "killed" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def _digests(out: Path) -> dict[str, Any]:
+    newest = sorted((out / "checkpoints").glob("step-*"))[-1]
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    return {name: files[name] for name in files if name in ("model", "optimizer", "average", "early_stopping")}

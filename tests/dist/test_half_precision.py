@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import photinus
+from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
 from tests.small_run import Net, points
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+TEXT = Path("/usr/share/common-licenses/GPL-3")
 QUIET = photinus.Reporting(progress=False, curves=False)
 
 
@@ -135,3 +138,34 @@ def test_another_precision_is_refused() -> None:
         photinus.Trainer(
             nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]), cross_entropy, epochs=1, precision="half"
         )
+
+
+def gpt_on_ranks(rank: int, world_size: int) -> list[list[float]]:
+    """The small GPT of the examples on characters of a text, in float32 and float16: losses, and skipped steps."""
+    module = runpy.run_path(str(REPOSITORY / "examples" / "gpt" / "model.py"))
+    text = torch.tensor([*TEXT.read_bytes()[:32_000]])
+    inputs = text[: len(text) // 32 * 32].view(-1, 32)
+    numbers = torch.utils.data.TensorDataset(inputs[:, :-1], inputs[:, 1:])
+    found = []
+    for precision in ("float32", "float16"):
+        with photinus.init("auto", "cpu", seed=0):
+            model = module["GPT"](128, context=31, width=64, layers=2)
+            trainer = photinus.Trainer(
+                model, torch.optim.AdamW(model.parameters(), lr=0.003), module["loss_function"], epochs=5,
+                batch_size=16, precision=precision, clip_norm=1.0, report=QUIET,
+            )  # fmt: skip
+            last = trainer.fit(numbers, numbers).history[-1]
+            found.append([last["loss"], last["valid_loss"], last.get("skipped_steps", 0.0)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not TEXT.exists(), reason=f"needs {TEXT}, which every Debian has")
+def test_a_small_gpt_in_float16_trains_to_the_loss_of_float32() -> None:
+    function = "tests.dist.test_half_precision:gpt_on_ranks"
+    first, second = values(run_ranks(function, world_size=2, backend="photinus", timeout_s=380))
+    assert first == second
+    (loss, valid_loss, _), half = first
+    assert valid_loss < 2.6  # of 4.85 at the start
+    assert half[:2] == pytest.approx([loss, valid_loss], rel=0.01)

@@ -690,7 +690,7 @@ class Loop:
         self._progress.end_row(row, measurements(row), epoch_ended=epoch_ended)
         if whole and (reason := reason_to_stop(self._judges, row, is_main=self._session.is_main)):
             self._stopped_by, position.stopped_of = reason, self._spec.length.wanted
-            self._folder.tell("stop", position.step, epoch=self.epoch, text=reason)
+            self._folder.tell("stop", position.step, epoch=int(row["epoch"]), text=reason)
 
     def _save(self) -> None:
         self._collect()
