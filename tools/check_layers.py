@@ -45,11 +45,11 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3502,
-    "cli": 1745,
+    "cli": 1755,
     "compat": 845,
-    "job": 3447,
+    "job": 3449,
     "parallel": 7147,
-    "run": 4248,
+    "run": 4783,
     "runlog": 1760,
     "templates": 340,
     "tools": 3023,

@@ -50,7 +50,9 @@ OUT, BOTH = frozenset({"out"}), frozenset({"out", "err"})
         ("--device='0, 3' --nproc-per-node 2 x.py", JobSpec(SCRIPT, 2, devices=(0, 3))),
         ("--device 0 --ranks-per-gpu 2 --nproc-per-node 2 x.py", JobSpec(SCRIPT, 2, devices=(0,), ranks_per_gpu=2)),
         ("--dry-run x.py", JobSpec(SCRIPT, dry_run=True)),
-        ("--monitor-interval 5 --force_multi --start_method spawn x.py", JobSpec(SCRIPT)),
+        ("--monitor-interval 5 --force_multi x.py", JobSpec(SCRIPT)),
+        ("--start_method spawn x.py", JobSpec(SCRIPT, start_method="spawn")),
+        ("--start-method=forkserver x.py", JobSpec(SCRIPT, start_method="fork")),
         # the program
         ("--max-restarts=0 x.py --cpu -- -m y",
          JobSpec(Program("script", "x.py", ("--cpu", "--", "-m", "y")), max_restarts=0)),

@@ -20,6 +20,7 @@ from photinus.job.ports import PortTakenError, listen, local_addresses_of
 from photinus.job.restart_policy import Report
 from photinus.job.spec import HostSpec
 from photinus.run.local import join
+from photinus.run.local.store import StoreProcess
 
 
 def test_a_taken_port_is_named_with_how_to_find_its_holder():
@@ -296,7 +297,13 @@ def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_li
     said: list[str] = []
     flags = HostSpec((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
     with join.join_job(
-        flags, job_id="j", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda text, _: said.append(text)
+        flags,
+        job_id="j",
+        max_restarts=0,
+        stop_grace_s=1.0,
+        environ={},
+        store=StoreProcess(),
+        say=lambda text, _: said.append(text),
     ) as member:
         member.introduce(1, 0, (2, 2))
         with pytest.raises(
@@ -320,7 +327,7 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
     monkeypatch.setattr(join, "local_addresses_of", late)
     flags = HostSpec((1, 2), leader="late.invalid", port=port, last_call_s=0.0, join_timeout_s=20.0)
     with join.join_job(
-        flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda *_: None
+        flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, store=StoreProcess(), say=lambda *_: None
     ) as member:
         assert not member.leads
         member.introduce(3, None, (1, 2))
@@ -343,7 +350,7 @@ def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_the
     with listen("127.0.0.1", 0) as taken:
         flags = HostSpec((2, 2), leader="late.invalid", port=taken.getsockname()[1], join_timeout_s=2.0)
         with join.join_job(
-            flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda *_: None
+            flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, store=StoreProcess(), say=lambda *_: None
         ) as member:
             member.introduce(1, None, (2, 2))
             with pytest.raises(LaunchError, match=r"127\.0\.0\.1 port \d+ does not answer as the host that leads"):

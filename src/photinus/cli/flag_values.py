@@ -109,6 +109,12 @@ def worker_count(text: str) -> int | str:
     return count
 
 
+def start_method(text: str) -> str:
+    """Read fork or spawn; torchrun's third one, forkserver, is what we call fork."""
+    _require(text in ("fork", "spawn", "forkserver"), "needs fork or spawn.")
+    return text.removesuffix("server")
+
+
 def host(text: str) -> str:
     """Read a host's name or address; one of IPv6 may be in brackets."""
     name = text[1:-1] if re.fullmatch(r"\[[^\s/@]+\]", text) else text

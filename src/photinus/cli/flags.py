@@ -98,6 +98,11 @@ _FLAGS = {
             read.seconds,
             "preempt_after_s",
         ),
+        _Flag(
+            "--start-method fork|spawn",
+            "fork: import torch once and fork the workers; spawn: each imports it. default: fork where possible",
+            read.start_method,
+        ),
         _Flag("--use-env --no-local-rank", "do not give --local_rank to a script that takes it"),
         _Flag("--role NAME", "ROLE_NAME of the workers. default: default"),
         _Flag("--no-python", "run a program that is not a Python script"),
@@ -152,7 +157,6 @@ _FLAGS = {
     "accepted from other launchers, without effect": (
         _Flag("--standalone", "one host is the default"),
         _Flag("--monitor-interval SECONDS", "the end of a worker is noticed immediately", read.seconds),
-        _Flag("--start-method NAME", "workers are always new processes"),
         _Flag("--force-multi", "one host is a job like any other"),
         _Flag("--no-ssh-check", "all hosts are always checked first"),
     ),
@@ -250,7 +254,7 @@ def run_parser() -> Parser:
             name = usage.split()[0]
             options: dict[str, Any] = {"action": "append"} if name in _REPEATED else {}
             parser.add(usage, about, kind, section=section, dest=sets, only_with=_ONLY_WITH.get(name, ()), **options)
-    parser.offered["--nproc-per-node"] = ("auto", "gpu", "cpu")
+    parser.offered |= {"--nproc-per-node": ("auto", "gpu", "cpu"), "--start-method": ("fork", "spawn")}
     return parser
 
 

@@ -67,6 +67,7 @@ class JobSpec:
         nproc_per_node: workers of this host: a number, or "auto", "gpu", "cpu", "xpu".
         devices: the GPUs that were chosen by number; None: all that are visible.
         stop_grace_s: seconds between SIGTERM and SIGKILL.
+        start_method: "fork" or "spawn"; None: fork, where it is possible and pays.
         preempt_after_s: seconds after which the workers are suspended and started again, as a test.
         dry_run: whether to show what would start, and start nothing.
         started_as: the name of this host where another one started this launcher (over ssh), and shows its output.
@@ -82,6 +83,7 @@ class JobSpec:
     dry_run: bool = False
     stop_grace_s: float = 30.0
     role: str = "default"
+    start_method: str | None = None
     preempt_after_s: float | None = None
     started_as: str | None = None
     hosts: HostSpec = field(default_factory=HostSpec)

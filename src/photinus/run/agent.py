@@ -23,6 +23,7 @@ from .local.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .local.job import Job
 from .local.output import Output
 from .local.processes import Processes
+from .local.start_method import StartMethod
 from .local.store import StoreProcess
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Agent:
     Args:
         job: what to run.
         peers: the other hosts, or that there are none.
-        guard, output, interrupts: see their modules.
+        guard, output, interrupts, start_method: see their modules.
 
     Attributes:
         suspension: words for it, when the workers saved and left because the launcher was asked to end.
@@ -98,7 +99,14 @@ class Agent:
     """
 
     def __init__(
-        self, job: Job, peers: OneHost | Member, *, guard: Guard, output: Output, interrupts: Interrupts
+        self,
+        job: Job,
+        peers: OneHost | Member,
+        *,
+        guard: Guard,
+        output: Output,
+        interrupts: Interrupts,
+        start_method: StartMethod | None = None,
     ) -> None:
         self._job = job
         self._grace_s = job.spec.stop_grace_s
@@ -106,6 +114,7 @@ class Agent:
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
+        self._start_method = start_method
         self._processes: Processes | None = None
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
@@ -123,6 +132,8 @@ class Agent:
         """
         delay_s = 0.0
         try:
+            if self._start_method is not None:
+                self._start_method.wait(self._raise_if_interrupted)
             while True:
                 formation = self._peers.meet(self._raise_if_interrupted)
                 self._interrupts.comes_within(delay_s)
@@ -172,6 +183,7 @@ class Agent:
             output=self._output,
             interrupts=self._interrupts,
             orders=self._peers.fd,
+            start_method=self._start_method,
         )
         try:
             processes.start()

@@ -35,11 +35,12 @@ from .local.devices import (
 )
 from .local.guard import Guard, start_guard
 from .local.interrupts import Interrupted, Interrupts, handle_signals
-from .local.job import Job
+from .local.job import LOOPBACK, Job
 from .local.logs import Logs
 from .local.output import Output
 from .local.processes import as_subreaper, make_snapshot_files
-from .local.store import LOOPBACK, StoreProcess
+from .local.start_method import StartMethod
+from .local.store import StoreProcess
 from .local.worker import python_command
 from .ssh.lifeline import hold_lifeline
 
@@ -79,12 +80,18 @@ def supervise(spec: JobSpec) -> int:
         output = stack.enter_context(closing(Output()))
         output.gives_up = lambda: interrupts.forced
         temporary = stack.enter_context(_temporary_folder(guard))
-        store = stack.enter_context(closing(StoreProcess()))
         environ[env.RANKS_PER_GPU.name] = str(spec.ranks_per_gpu)
+        method = stack.enter_context(closing(StartMethod(spec, output.say)))
+        store = stack.enter_context(closing(StoreProcess(method)))
+        stack.enter_context(as_subreaper())
+        # It imports torch while this process counts the GPUs, whose number only "auto" has to wait for.
+        guess = len(spec.devices) * spec.ranks_per_gpu if spec.devices is not None else spec.nproc_per_node
+        count = guess if isinstance(guess, int) else usable_cores()
+        method.begin(Job(spec, job_id, count, environ, (), temporary))
         try:
             with interrupts.raise_at_once():
                 # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-                member = _join(stack, spec, job_id, environ, output)
+                member = _join(stack, spec, job_id, environ, output, store)
                 workers, gpus = _choose_workers(spec, environ)
         except Interrupted:
             return _report_interrupt(spec, interrupts, output, 0)
@@ -95,17 +102,17 @@ def supervise(spec: JobSpec) -> int:
         job = Job(spec, job_id, workers.count, environ, gpus, temporary)
         logs = Logs(spec.logs)
         logs.check(job.local_world_size)
+        method.begin(job)
         if spec.dry_run:
-            print(dry_run_text(job, logs))
+            print(dry_run_text(job, logs, method.wait()))
             return 0
         environ[env.SNAPSHOTS.name] = make_snapshot_files(workers.count)
         logs.open()
         output.log_to(logs)
         peers = _peers(job, member, output, store)
-        agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts)
+        agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts, start_method=method)
         try:
-            with as_subreaper():
-                verdict = agent.run()
+            verdict = agent.run()
         except Interrupted:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command resumes from there\n")
@@ -162,7 +169,9 @@ def _has_torch() -> bool:
         return False
 
 
-def _join(stack: ExitStack, spec: JobSpec, job_id: str, environ: Mapping[str, str], output: Output) -> Member | None:
+def _join(
+    stack: ExitStack, spec: JobSpec, job_id: str, environ: Mapping[str, str], output: Output, store: StoreProcess
+) -> Member | None:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
     hosts = spec.hosts
     several = hosts.nnodes is not None and hosts.nnodes[1] > 1
@@ -180,6 +189,7 @@ def _join(stack: ExitStack, spec: JobSpec, job_id: str, environ: Mapping[str, st
             stop_grace_s=spec.stop_grace_s,
             environ=environ,
             say=output.say,
+            store=store,
             is_shown_elsewhere=spec.started_as is not None,
         )
     )
@@ -220,8 +230,8 @@ def _temporary_folder(guard: Guard) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def dry_run_text(job: Job, logs: Logs) -> str:
-    """The job as text: the command, what all workers share, and what is each one's own.
+def dry_run_text(job: Job, logs: Logs, why_spawned: str) -> str:
+    """The job as text: the command, how workers start, what all workers share, and what is each one's own.
 
     With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
     """
@@ -245,6 +255,7 @@ def dry_run_text(job: Job, logs: Logs) -> str:
     lines += [
         f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
         f"  {shlex.join(mask_words(command))}",
+        f"start method: {f'spawn: {why_spawned}' if why_spawned else 'fork, from a process that has imported torch'}",
         f"restarted at most {max_restarts} time{'s' * (max_restarts != 1)} when one fails",
         *([logs.describe()] if logs.writes else []),
         "",

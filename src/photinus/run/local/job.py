@@ -9,7 +9,8 @@ from ... import env
 from ...job.attempt import Formation
 from ...job.spec import JobSpec
 from .devices import usable_cores
-from .store import LOOPBACK
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

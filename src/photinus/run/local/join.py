@@ -35,6 +35,7 @@ def join_job(
     stop_grace_s: float,
     environ: Mapping[str, str],
     say: Callable[[str, bool], None],
+    store: StoreProcess,
     is_shown_elsewhere: bool = False,
 ) -> Iterator[Member]:
     """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
@@ -93,7 +94,7 @@ def join_job(
             heartbeat_timeout_s=hosts.heartbeat_timeout_s,
             comes_back=max_restarts > 0 or nnodes[0] < nnodes[1],
             say=tell,
-            store=StoreProcess(),
+            store=store,
             is_shown_elsewhere=is_shown_elsewhere,
         )
         stack.callback(member.close)

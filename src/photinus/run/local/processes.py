@@ -42,9 +42,9 @@ from .guard import Guard
 from .interrupts import Interrupts
 from .job import Job
 from .output import Output
-from .worker import python_command
+from .start_method import Forked, StartMethod
+from .worker import WORKER_FILE, python_command
 
-_WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 _KILLED_DIES_WITHIN_S = 5.0
 _LEFT_ENDS_WITHIN_S, _LEFT_DIES_WITHIN_S = 0.5, 0.5
 _SAY_LEFT_S = 1.0
@@ -58,7 +58,7 @@ _OF_A_WORKER = f"{env.STATUS_FILE.name}="
 class _Worker:
     rank: int
     local_rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     pidfd: int
     error_file: int  # memory files, see the module's docstring
     fault_file: int
@@ -107,7 +107,7 @@ class _Worker:
 class Processes:
     """The workers of one attempt. Made, started, watched and stopped by one thread.
 
-    `orders` is a file descriptor that also ends a `wait` when it is readable.
+    `orders` is a file descriptor that also ends a `wait` when it is readable, `start_method` how workers start.
     """
 
     def __init__(
@@ -119,12 +119,14 @@ class Processes:
         output: Output,
         interrupts: Interrupts,
         orders: int | None = None,
+        start_method: StartMethod | None = None,
     ) -> None:
         self._job = job
         self._formation = formation
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
+        self._start_method = start_method
         self._workers: list[_Worker] = []
         self._poll = select.poll()
         self._poll.register(interrupts.fd, select.POLLIN)
@@ -287,7 +289,7 @@ class Processes:
             # A worker that was asked to leave has no failure of its own, unless somebody else killed it just then.
             outright = worker.ended_outright and worker.status == -signal.SIGKILL
             struck = worker.status == -signal.SIGKILL and not worker.killed_by_us and not outright
-            stack = [line for line in _content(worker.fault_file).splitlines() if _WORKER_FILE not in line]
+            stack = [line for line in _content(worker.fault_file).splitlines() if WORKER_FILE not in line]
             deaths.append(
                 Death(
                     rank=worker.rank,
@@ -337,15 +339,20 @@ class Processes:
         files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
         error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
-        command = [*python_command(), _WORKER_FILE, str(os.getpid()), fault_path, self._job.temporary]
-        command += [program.kind, program.target, *program.arguments_of(local_rank)]
+        words = [str(os.getpid()), fault_path, self._job.temporary]
+        words += [program.kind, program.target, *program.arguments_of(local_rank)]
         environ = self._job.environ(self._formation, local_rank, error_path)
+        environ |= {env.STATUS_FILE.name: status_path, env.OUT.name: self._job.out}
         stdout, stderr = self._output.ends_for(rank, local_rank)
+        stdin = None if rank == 0 else subprocess.DEVNULL
         try:
-            process = subprocess.Popen(
-                command,
-                env={**environ, env.STATUS_FILE.name: status_path, env.OUT.name: self._job.out},
-                stdin=None if rank == 0 else subprocess.DEVNULL,
+            process: subprocess.Popen[bytes] | Forked | None = None
+            if self._start_method is not None:
+                process = self._start_method.fork(words, environ, (stdin, stdout, stderr))
+            process = process or subprocess.Popen(
+                [*python_command(), WORKER_FILE, *words],
+                env=environ,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,

@@ -109,7 +109,7 @@ def add_local_rank(program: Program) -> Program:
     """The program with the flag that its text knows, unless the user's own arguments hold it already."""
     if any(word.partition("=")[0] in _LOCAL_RANK for word in program.arguments):
         return program
-    source = _source(program)
+    source = source_of(program)
     flag = None if source is None else _local_rank_flag(source)
     return program if flag is None else replace(program, local_rank_flag=flag)
 
@@ -127,7 +127,7 @@ def _local_rank_flag(source: Path) -> str | None:
 
 def missing_packages(program: Program) -> list[str]:
     """The packages that a script's own header (PEP 723) names and this Python lacks. Versions are not compared."""
-    source = _source(program)
+    source = source_of(program)
     if source is None or not source.is_file():
         return []
     header = _HEADER.search(source.read_text(encoding="utf-8", errors="replace"))
@@ -144,7 +144,7 @@ def missing_packages(program: Program) -> list[str]:
     return missing
 
 
-def _source(program: Program) -> Path | None:
+def source_of(program: Program) -> Path | None:
     """The file that is run as __main__; None when it is no Python, or cannot be found without importing anything."""
     if program.kind == "script":
         path = Path(program.target)

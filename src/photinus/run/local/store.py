@@ -1,11 +1,10 @@
 """The store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher.
 
-    python -m photinus.run.local.store FD LAUNCHER_PID
+    python -m photinus.run.local.store LAUNCHER_PID
 
 Importing torch takes seconds and hundreds of MiB, so a launcher does without, and its store lies in a process of its
-own (not in rank 0, which may so die like any other). That process takes TCPStore from torch's C++ alone, for it starts
-beside the workers, which import torch at the same time on the same cores. The launcher binds the port; workers that
-come before the store is there wait in the queue of the listening socket.
+own (not in rank 0, which may so die like any other), forked like the workers where they are (see `warm`). The launcher
+binds the port; workers that come before the store is there wait in the queue of the listening socket.
 
 Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones in it
 and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives it.
@@ -14,16 +13,13 @@ and dial them (failures of that kind were 6 of 8 measured restarts). Here nothin
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
-from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
 from ...errors import LaunchError
 from ...job.attempt import tell_ended
@@ -31,20 +27,21 @@ from ...job.deaths import name_signal
 from ...job.own_address import reaches_from
 from ...job.ports import listen
 from .interrupts import block_signals
+from .job import LOOPBACK
+from .start_method import Forked, StartMethod
 from .worker import die_with_launcher
 
-LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _ANSWERS_WITHIN_S = 60.0
 _REQUEST_BYTES = 1 << 16
-_WHOLE = "whole"  # the last word of a process that imports all of torch
 
 
 class StoreProcess:
     """The launcher's end. The process starts with the first store and serves all attempts, one after the other."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, start_method: StartMethod | None = None) -> None:
+        self._start_method = start_method
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._control: socket.socket | None = None
 
     def open(self, port: int = 0) -> int:
@@ -85,15 +82,13 @@ class StoreProcess:
             LaunchError: it ended by itself, as it would again.
         """
         process = self._process
-        if process is None or process.poll() is None:
+        if process is None or (code := process.poll()) is None:
             return ""
         self.close()
         name = f"the process that holds the workers' store (pid {process.pid})"
-        if process.returncode >= 0:
-            raise LaunchError(
-                f"{name} exited with code {process.returncode}: does `import torch` fail in {sys.executable}?"
-            )
-        return f"{name} was killed by {name_signal(-process.returncode)}"
+        if code >= 0:
+            raise LaunchError(f"{name} exited with code {code}: does `import torch` fail in {sys.executable}?")
+        return f"{name} was killed by {name_signal(-code)}"
 
     def close(self) -> None:
         """Ends the process; the store has nothing that is worth keeping."""
@@ -108,10 +103,12 @@ class StoreProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_ANSWERS_WITHIN_S)
         with theirs, block_signals():
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "photinus.run.local.store", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+            if self._start_method is not None:
+                streams = theirs.fileno(), subprocess.DEVNULL, None
+                self._process = self._start_method.fork((), os.environ, streams, store=True)
+            self._process = self._process or subprocess.Popen(
+                [sys.executable, "-m", "photinus.run.local.store", str(os.getpid())],
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
@@ -126,42 +123,14 @@ class StoreProcess:
         return False
 
 
-def _load_tcp_store() -> Any:
-    """TCPStore without torch's Python, which takes three times as long to import as the C++ to load.
-
-    With all of torch the first training step of 2 workers on 2 cores came 11 % later (6.9 instead of 6.2 s).
-
-    Raises:
-        AttributeError, ImportError, RuntimeError: not with this torch.
-    """
-    spec = importlib.util.find_spec("torch")
-    # The C++ asks for both by name, and for small modules in the folder of the first.
-    for name in ("torch", "torch.distributed"):
-        sys.modules[name] = ModuleType(name)
-    sys.modules["torch"].__path__ = (spec and spec.submodule_search_locations) or []
-    module = importlib.import_module("torch._C")
-    module._c10d_init()
-    return module._distributed_c10d.TCPStore
-
-
-def _tcp_store() -> Any:
-    if sys.argv[-1] != _WHOLE:
-        try:
-            return _load_tcp_store()
-        except (AttributeError, ImportError, RuntimeError):
-            # Half of torch cannot be taken back, so this process begins again. What is wrong, if it is more than that
-            # this torch does not come apart, shows there.
-            os.execv(sys.executable, [*sys.orig_argv, _WHOLE])
+def serve() -> None:
+    """Hold stores for the launcher, which is at the other end of standard input, until it closes that."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore
-
-
-def _serve(control: socket.socket) -> None:
-    tcp_store, store = _tcp_store(), None
+    control, store = socket.socket(fileno=0), None
     while True:
         request, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 1)
-        if not request:  # the launcher closed its end
+        if not request:
             return
         word, *ranks = request.decode().split()
         if word == "close":
@@ -170,7 +139,7 @@ def _serve(control: socket.socket) -> None:
         elif word == "open":
             with socket.socket(fileno=os.dup(fds[0])) as listener:
                 port = listener.getsockname()[1]
-            store = tcp_store(
+            store = TCPStore(
                 LOOPBACK,
                 port,
                 is_master=True,
@@ -182,8 +151,13 @@ def _serve(control: socket.socket) -> None:
             tell_ended(store, map(int, ranks))
 
 
-if __name__ == "__main__":
-    die_with_launcher(int(sys.argv[2]))  # the import of torch would go on for seconds
+def main(launcher_pid: int) -> NoReturn:
+    """Be the process that holds the stores."""
+    die_with_launcher(launcher_pid)  # the import of torch would go on for seconds
     with contextlib.suppress(ConnectionError):  # the launcher is gone
-        _serve(socket.socket(fileno=int(sys.argv[1])))
+        serve()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

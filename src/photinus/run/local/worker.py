@@ -31,6 +31,7 @@ import signal
 import time
 import types
 
+WORKER_FILE = __file__
 TYPE_CHECKING = False  # importing `typing` costs as much as the rest of this file
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -299,5 +300,20 @@ def main() -> None:
     run(kind, target, arguments)
 
 
+def _fork_workers() -> None:
+    """Runs the process of warm.py; returns in each worker."""
+    global _worker_pid
+    spec = importlib.util.spec_from_file_location("photinus.run.local.warm", f"{os.path.dirname(__file__)}/warm.py")
+    assert spec is not None
+    assert spec.loader is not None, "a path has a loader"
+    warm = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(warm)
+    die_with_launcher(int(sys.argv[1]))
+    warm.serve(sys.argv[2])
+    _worker_pid = os.getpid()
+
+
 if __name__ == "__main__":
+    if sys.argv[2].startswith("warm:"):
+        _fork_workers()
     main()

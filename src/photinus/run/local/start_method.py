@@ -1,0 +1,226 @@
+"""How workers start: forked from one process that has imported torch (see `warm`), or each as a Python of its own.
+
+The program's text decides, before anything runs; the process itself may still find why not.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ... import env
+from ...job.attempt import Formation
+from ...job.deaths import name_signal
+from ...job.spec import JobSpec
+from .interrupts import block_signals
+from .job import Job
+from .program import source_of
+from .warm import at_load
+from .worker import WORKER_FILE, python_command
+
+_ANSWERS_WITHIN_S = 60.0
+_CHECK_S = 0.05
+_LONGEST_LOCAL_RANK, _LONGEST_FD = "9999", "99999"
+_ROOM = " " * 500  # in what /proc shows of the process, for a worker's own variables
+_IMPORTS_BY_NAME = {"importlib", "runpy", "pkgutil"}
+_CHANGE = ("setdefault", "update", "pop", "putenv", "unsetenv", "setenv")
+# Imported before the first worker is forked, where the text says that it will need them.
+_NEEDS = {
+    "photinus.trainer": re.compile(r"\bphotinus\b"),
+    "torch._dynamo": re.compile(r"\boptim|\bcompile\b|\bDistributedDataParallel\b|\bTrainer\b"),
+}
+
+
+class Forked:
+    """A process that was forked for the launcher, and is its child: the part of Popen that the launcher uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal; None while it runs."""
+        return self.wait(os.WNOHANG)
+
+    def wait(self, options: int = 0) -> int | None:
+        """Wait for its end, and return what `poll` does."""
+        if self._code is None and (ended := os.waitpid(self.pid, options))[0]:
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class StartMethod:
+    """How the workers of a job start, and the launcher's end of the process from which they are forked. One thread.
+
+    Attributes:
+        refusal: why workers are not forked; empty if they are, None as long as the process imports.
+    """
+
+    def __init__(self, spec: JobSpec, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._spec = spec
+        self._modules = ["torch"]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environ: dict[str, str] = {}
+        self.refusal = self._decide() or None
+        self._explain()
+
+    def begin(self, job: Job) -> None:
+        """Start the process for this job's workers; leave one as it is that has what they need."""
+        environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0, _ROOM)
+        if self.refusal or (self._process is not None and at_load(environ) == self._environ):
+            return
+        self.close()
+        self._environ = at_load(environ)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A worker's command takes the place of this one, so this one is as long as that may become.
+        program, mark = (
+            self._spec.program,
+            f"warm:{theirs.fileno()}".ljust(len(f"/proc/{os.getpid()}/fd/{_LONGEST_FD}")),
+        )
+        words = [str(os.getpid()), mark, job.temporary, program.kind, program.target]
+        printed = [os.memfd_create(f"photinus-warm-{name}") for name in ("out", "err")]
+        with theirs, block_signals():
+            self._process = subprocess.Popen(
+                [*python_command(), WORKER_FILE, *words, *program.arguments_of(_LONGEST_LOCAL_RANK)],
+                env={**environ, env.STATUS_FILE.name: _ROOM},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=printed[0],
+                stderr=printed[1],
+                start_new_session=True,
+            )
+        for file in printed:
+            os.close(file)
+        self._control.send(" ".join(self._modules).encode())
+
+    def wait(self, check: Callable[[], object] = lambda: None) -> str:
+        """Wait until it is known why workers are not forked, and return that. Calls `check` often."""
+        while self.refusal is None:
+            check()
+            if select.select([self._control], [], [], _CHECK_S)[0]:
+                try:
+                    answer = self._control.recv(4096).decode()
+                except OSError:
+                    answer = ""
+                if answer:
+                    self.refusal = answer[1:]
+                    self._explain()
+                else:
+                    self._lose()
+        return self.refusal
+
+    def fork(
+        self, words: Sequence[str], environ: Mapping[str, str], streams: Sequence[int | None], store: bool = False
+    ) -> Forked | None:
+        """Fork a worker, or the store's process; return None when it has to be started another way.
+
+        `streams`: as Popen's stdin, stdout and stderr; None is this process's own.
+
+        Raises:
+            OSError: no process can be started (a limit on processes or memory).
+        """
+        if self.wait() or not (store or at_load(environ) == self._environ):
+            return None
+        mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+        order = {"python": python_command(), "words": words, "environ": dict(environ), "mask": mask}
+        reading, writing = os.pipe()
+        nothing, paper = os.open(os.devnull, os.O_RDWR), os.memfd_create("photinus-order")
+        try:
+            os.write(paper, json.dumps({**order, "path": sys.path if store else None}).encode())
+            ends = [
+                own if end is None else nothing if end == subprocess.DEVNULL else end for own, end in enumerate(streams)
+            ]
+            try:
+                socket.send_fds(self._control, [b"fork"], [writing, paper, *ends])
+            except OSError:  # it has ended, or a stream of this process is closed
+                ends = []
+            finally:
+                os.close(writing)
+            came = ends and select.select([reading], [], [], _ANSWERS_WITHIN_S)[0]
+            answer = os.read(reading, 4096).decode() if came else ""
+        finally:
+            for file in (reading, nothing, paper):
+                os.close(file)
+        if answer.startswith("!"):
+            raise OSError(answer[1:])
+        if answer:
+            return Forked(int(answer))
+        self._lose()
+        return None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+
+    def _lose(self) -> None:
+        """It ended, or does not answer: say so once, and go on without."""
+        assert self._process is not None
+        if (code := self._process.poll()) is None:
+            self._process.kill()
+            code = self._process.wait()
+        how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
+        self.refusal = f"the process that forks workers (pid {self._process.pid}) {how}"
+        self._say(f"photinus: {self.refusal}: they start without it, and import torch themselves\n")
+
+    def _explain(self) -> None:
+        if self.refusal and self._spec.start_method == "fork" and not self._spec.dry_run:
+            self._say(f"photinus: workers are not forked (--start-method fork): {self.refusal}\n")
+
+    def _decide(self) -> str:
+        program = self._spec.program
+        if self._spec.start_method == "spawn":
+            return "--start-method spawn"
+        if program.kind == "program":
+            return "--no-python"
+        if sys.flags.verbose or "importtime" in sys._xoptions or os.environ.get("PYTHONPROFILEIMPORTTIME"):
+            return "Python reports each worker's imports (-v, -X importtime)"
+        try:
+            source = source_of(program)
+            text = source.read_text(encoding="utf-8") if source is not None else "import torch"
+            tree = ast.parse(text)
+        except (OSError, ValueError, SyntaxError, RecursionError):  # the worker will say what is wrong with it
+            return ""
+        if names := sorted(at_load(dict.fromkeys(_variables_set(tree), ""))):
+            return f"the script sets {', '.join(names)}, which torch reads when it is loaded"
+        if self._spec.start_method is None and _imports(tree) <= sys.stdlib_module_names - _IMPORTS_BY_NAME:
+            return "the script imports only the standard library"
+        self._modules += [module for module, needs in _NEEDS.items() if needs.search(text)]
+        return ""
+
+
+def _variables_set(tree: ast.AST) -> Iterator[str]:
+    """Names of variables that a program may put into its environment: `os.environ["NAME"] = ...`, and its like."""
+    for node in ast.walk(tree):
+        names: list[ast.AST | None] = []
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            names = [node.slice]
+        elif isinstance(node, ast.Dict):
+            names = [*node.keys]
+        elif isinstance(node, ast.Call):
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+            names = [*node.args] if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGE else []
+        yield from (name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str))
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """Return the first parts of the names of all modules that a text imports; "" for one of its own package."""
+    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    names += ["" if node.level else node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}

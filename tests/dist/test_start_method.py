@@ -1,0 +1,335 @@
+"""Workers forked from one process that has imported torch behave as those that import it themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_run import RunningJob, run_job, script
+
+WAYS = ("fork", "spawn")
+
+
+def lines(folder: Path, way: str, text: str, *words: str, **environ: str) -> list[str]:
+    """What two workers print, without the marks of ranks; each line once."""
+    ended = run_job("--nproc-per-node", "2", "--cpu", "--start-method", way, *words, script(folder, text), **environ)
+    assert ended.code == 0, ended.err
+    return sorted({line.partition("] ")[2] if line[:1] == "[" else line for line in ended.out.splitlines()})
+
+
+def why_spawned(folder: Path, text: str, *words: str | Path, python: tuple[str, ...] = (), **environ: str) -> str:
+    command = [sys.executable, *python, "-m", "photinus", "run", "--nproc-per-node", "2", "--cpu", "--dry-run"]
+    ended = subprocess.run(
+        [*command, *words, script(folder, text)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = re.search("(?m)^start method: (?:spawn: (.*)|fork, )", ended.stdout)
+    assert found is not None, ended.stdout
+    return found[1] or ""
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """The pids of its children, by name."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if parent_of(int(file.parent.name)) == pid:
+                found[file.read_text().strip()] = int(file.parent.name)
+    return found
+
+
+SHOW = """
+import os, signal, sys, warnings
+def name(handler): return getattr(handler, "__name__", str(handler))
+print("modules", sorted(n for n in ("torch", "numpy", "photinus", "sympy", "typing_extensions") if n in sys.modules))
+print("signals", [name(signal.getsignal(n)) for n in (2, 13, 15, 1, 10)], signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+print("filters", warnings.filters)
+print("path", sys.path, sys.flags, sys.argv)
+for stream in (sys.stdin, sys.stdout, sys.stderr):
+    print(stream.name, stream.mode, stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
+command = [word.strip() for word in open("/proc/self/cmdline").read().split("\\0")]
+print("command", [word for word in command if "/" not in word and not word.isdecimal()], len(command))
+print("original", len(sys.orig_argv), sys.orig_argv[0], open("/proc/self/comm").read())
+print("session", os.getsid(0) == os.getpid() == os.getpgid(0), os.getppid() == int(sys.orig_argv[-5]))
+names = set(os.environ) - {"TORCHELASTIC_ERROR_FILE"}
+print("in C", sorted(os.popen("env | cut -d= -f1").read().split()))
+print("environ", sorted(names), os.getcwd())
+import torch
+print("torch", torch.__name__, torch.__spec__.origin, torch.get_num_threads())
+print("filters", [f[2].__name__ for f in warnings.filters])
+import torch.nn, numpy
+print(numpy.__spec__.name, torch.nn.__spec__.parent, torch.cuda.is_initialized())
+"""
+
+
+def test_a_worker_sees_the_same_by_both_ways(tmp_path: Path) -> None:
+    forked, spawned = (lines(tmp_path, way, SHOW, PHOTINUS_LAUNCH="") for way in WAYS)
+    assert forked == spawned
+    assert any(line.startswith("modules []") for line in forked)
+
+
+def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:
+    text = """
+import random, secrets, tempfile, uuid
+import numpy, torch
+import multiprocessing
+print("drawn", numpy.random.rand(), random.random(), uuid.uuid4(), secrets.token_hex(8), tempfile.mktemp(),
+      numpy.random.default_rng().random(), torch.initial_seed(), torch.rand(1).item(),
+      multiprocessing.current_process().authkey.hex())
+"""
+    first, second = (line.split()[1:] for line in lines(tmp_path, "fork", text))
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_a_file_beside_the_script_is_imported_before_what_torch_uses(tmp_path: Path) -> None:
+    (tmp_path / "typing_extensions.py").write_text("mine = 1")
+    assert "typing_extensions.py takes the place of a module" in why_spawned(tmp_path, "import torch")
+    (tmp_path / "typing_extensions.py").unlink()
+    (tmp_path / "sympy").mkdir()  # a folder of data
+    assert why_spawned(tmp_path, "import torch") == ""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "typing_extensions.py").write_text("mine = 1")
+    text = "import sys; sys.path.insert(0, 'lib'); import typing_extensions, torch.nn; print(typing_extensions.mine)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert lines(tmp_path, "fork", text) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import torch", ""),
+        ("import sys, json", "the script imports only the standard library"),
+        ("import os, sys\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch", "the script sets OMP_NUM_THREADS"),
+        ("import os\nos.environ.update(KMP_AFFINITY='none')\nimport torch", "the script sets KMP_AFFINITY"),
+        ("import os\nos.environ.setdefault('TORCH_LOGS', '+all')\nimport torch", "the script sets TORCH_LOGS"),
+        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\nprint(os.environ['OMP_NUM_THREADS'])\nimport torch", ""),
+    ],
+)
+def test_a_dry_run_says_why_workers_are_not_forked(tmp_path: Path, text: str, reason: str) -> None:
+    found = why_spawned(tmp_path, text)
+    assert found.startswith(reason) if reason else not found
+
+
+def test_a_process_that_cannot_be_forked_is_not(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    found = {}
+    for name, text in {
+        "threads": "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "trace": "import sys; sys.settrace(lambda *_: None)",
+        "no torch": "import sys; sys.modules['torch'] = None",
+    }.items():
+        # Only in a worker's Python: the launcher looks for torch.
+        (site / "sitecustomize.py").write_text(f"import os\nif 'RANK' in os.environ:\n    {text}")
+        found[name] = why_spawned(tmp_path, "import torch", PYTHONPATH=str(site))
+    assert found["threads"] == "Python starts 1 thread, which no fork has"
+    assert found["trace"] == "a debugger, profiler or coverage tool follows each worker"
+    assert found["no torch"].startswith("`import torch` fails: ModuleNotFoundError")
+    (site / "sitecustomize.py").unlink()
+    assert why_spawned(tmp_path, "import torch", "--start-method", "spawn") == "--start-method spawn"
+    assert "imports" in why_spawned(tmp_path, "import torch", python=("-X", "importtime"))
+
+
+def test_a_variable_that_comes_too_late_is_told_and_threads_are_set(tmp_path: Path) -> None:
+    (tmp_path / "settings.py").write_text(
+        "import os\nfor n, v in (('OMP_NUM', '3'), ('TORCH', 'x')): os.environ[n + '_THREADS'] = v"
+    )
+    ended = run_job("-n", "1", "--cpu", script(tmp_path, "import settings, torch; print(torch.get_num_threads())"))
+    assert ended.out == "3\n"
+    assert "TORCH_THREADS changed after torch was loaded" in ended.err
+
+
+CHILDREN = """
+import multiprocessing, os, sys
+import torch
+def child(queue, word): queue.put((word, __name__, os.environ["RANK"], torch.ones(2).sum().item()))
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return torch.tensor(index)
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue, method))
+        process.start()
+        print(queue.get())
+        process.join()
+        print(method, process.exitcode)
+    for method in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Data(), 2, num_workers=2, multiprocessing_context=method)
+        print([batch.tolist() for batch in loader])
+    print(torch.nn.functional.relu(torch.nn.Linear(64, 64)(torch.zeros(256, 64))).shape)
+"""
+
+
+def test_children_of_a_worker_by_all_methods(tmp_path: Path) -> None:
+    forked, spawned = (lines(tmp_path, way, CHILDREN, "--local-ranks-filter", "0") for way in WAYS)
+    assert forked == spawned
+    assert len(forked) == 8
+
+
+TOOLS = """
+import cProfile, io, pstats, sys
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+profile = cProfile.Profile()
+profile.runcall(step)
+print("profile", any(name == "step" for *_, name in pstats.Stats(profile, stream=io.StringIO()).stats))
+with torch.profiler.profile() as trace:
+    step()
+print("torch", any("addmm" in event.key for event in trace.key_averages()))
+compiled = torch.compile(model, backend="eager")
+print("compiled", torch.equal(compiled(torch.ones(1, 8)), model(torch.ones(1, 8))))
+seen = []
+sys.settrace(lambda frame, *_: seen.append(frame.f_code.co_name))
+step()
+sys.settrace(None)
+print("traced", "step" in seen)
+"""
+
+
+def test_profilers_compilers_and_tracers_work(tmp_path: Path) -> None:
+    forked = lines(tmp_path, "fork", TOOLS)
+    assert forked == ["compiled True", "profile True", "torch True", "traced True"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ends_of_a_forked_worker_are_told_as_ever(tmp_path: Path, way: str) -> None:
+    text = "import ctypes, os, sys, time, torch\ndef deep():\n    {0}\n"
+    text += "if os.environ['RANK'] == '1': deep()\ntime.sleep(60)"
+    words = ("-n", "2", "--cpu", "--max-restarts", "0", "--start-method", way)
+    raised = run_job(*words, script(tmp_path, text.format("raise ValueError('mine')")))
+    assert raised.code == 1
+    assert "ValueError: mine" in raised.err
+    assert not re.search("warm.py|worker.py|importlib", raised.err)
+    crashed = run_job(*words, script(tmp_path, text.format("ctypes.string_at(0)")))
+    assert crashed.code == 128 + signal.SIGSEGV
+    assert 'script.py", line 3 in deep' in crashed.err
+    assert not re.search("warm.py|worker.py", crashed.err)
+    left = run_job(*words, script(tmp_path, text.format("sys.exit(7)")))
+    assert left.code == 7
+
+
+def test_python_options_are_a_workers_too(tmp_path: Path) -> None:
+    path = script(
+        tmp_path, "import sys, torch\nprint(sys.flags.optimize, sys.warnoptions, sys.flags.dev_mode, __debug__)"
+    )
+    command = [
+        sys.executable,
+        "-O",
+        "-W",
+        "ignore::UserWarning",
+        "-X",
+        "dev",
+        "-m",
+        "photinus",
+        "run",
+        "-n",
+        "1",
+        "--cpu",
+    ]
+    ended = subprocess.run([*command, path], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "1 ['default', 'ignore::UserWarning'] True False\n", ended.stderr
+
+
+def test_after_a_restart_workers_come_from_the_same_process_and_run_new_code(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("text = 'old'")
+    text = """
+import os, signal, sys, torch, part
+print(os.environ["PHOTINUS_ATTEMPT"], part.text, flush=True)
+if os.environ["PHOTINUS_ATTEMPT"] == "0":
+    open("part.py", "w").write("text = 'newer'")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = run_job("-n", "1", "--cpu", script(tmp_path, text), cwd=tmp_path)
+    assert ended.code == 0
+    assert ended.out == "0 old\n1 newer\n"
+
+
+WAIT = """
+import os, sys, time, torch
+from pathlib import Path
+folder = Path(sys.argv[1])
+name = os.environ["RANK"] + "." + os.environ["PHOTINUS_ATTEMPT"]
+(folder / ("new" + name)).write_text(str(os.getpid()))
+(folder / ("new" + name)).rename(folder / name)
+while not (folder / "go").exists(): time.sleep(0.01)
+"""
+
+
+def test_the_death_of_the_process_costs_no_worker_and_is_told_when_one_is_missed(tmp_path: Path) -> None:
+    job = RunningJob(["-n", "2", "--cpu", script(tmp_path, WAIT), tmp_path])
+    job.wait_for(tmp_path / "0.0", tmp_path / "1.0")
+    os.kill(children_of(job.process.pid)["photinus-warm"], signal.SIGKILL)
+    os.kill(int((tmp_path / "1.0").read_text()), signal.SIGKILL)
+    job.wait_for(tmp_path / "0.1", tmp_path / "1.1")
+    (tmp_path / "go").write_text("1")
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    assert ended.err.count("was killed by SIGKILL: they start without it") == 1
+    assert "killed processes that the workers left" not in ended.err
+
+
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
+    job = RunningJob(["-n", "2", "--cpu", script(tmp_path, WAIT), tmp_path])
+    job.wait_for(tmp_path / "0.0", tmp_path / "1.0")
+    pids = [children_of(job.process.pid)[name] for name in ("photinus-warm", "photinus-guard")]
+    pids += [int((tmp_path / name).read_text()) for name in ("0.0", "1.0")]
+    assert [parent_of(pid) for pid in pids] == [job.process.pid] * 4
+    job.end(kill=True)
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_torch_prints_when_it_is_imported_appears_once_for_each_worker(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, sys\nif 'RANK' in os.environ:\n    print('at start', file=sys.stderr)\n"
+        "    import importlib.abc\n    class Finder(importlib.abc.MetaPathFinder):\n"
+        "        def find_spec(self, name, path=None, target=None):\n"
+        "            if name == 'torch': print('at import', flush=True)\n    sys.meta_path.insert(0, Finder())"
+    )
+    text = "import os\nprint('before', flush=True)\nimport torch\nprint('after', flush=True)"
+    ended = run_job("-n", "1", "--cpu", "--start-method", "fork", script(tmp_path, text), PYTHONPATH=str(site))
+    assert ended.out.startswith("before\nat import\n"), ended
+    assert ended.out.endswith("after\n")
+    assert ended.err == "at start\n"
+
+
+def test_ctrl_c_while_torch_is_imported_ends_at_once(tmp_path: Path) -> None:
+    job = RunningJob(["-n", "2", "--cpu", "--start-method", "fork", script(tmp_path, "import torch")])
+    deadline = time.monotonic() + 30
+    while not children_of(job.process.pid).keys() >= {"photinus-guard", "photinus-warm"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    began = time.monotonic()
+    job.send(signal.SIGINT)
+    ended = job.end()
+    assert ended.code == 130
+    assert time.monotonic() - began < 1.0
+    assert ended.err == "photinus: ended by SIGINT: no worker was running\n"
