@@ -81,6 +81,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 seconds = _value(float, lambda number: 0 <= number < math.inf, "needs a number of seconds, 0 or more.")
 positive_seconds = _value(float, lambda number: 0 < number < math.inf, "needs a number of seconds above 0.")
 port = _value(_decimal, lambda number: number <= 65535, "needs a port, 1 to 65535, or 0 for one that is free.")
+start_method = _value(  # torchrun's third one, forkserver, is what we call fork
+    lambda text: text.removesuffix("server"), lambda method: method in ("fork", "spawn"), "needs fork or spawn."
+)
 host_count = _value(  # LEAST:MOST, where hosts may come and go
     _least_and_most,
     lambda span: 1 <= span[0] <= span[1],
@@ -107,12 +110,6 @@ def worker_count(text: str) -> int | str:
     count = _value(int, lambda _: True, "needs a whole number above 0, or auto, gpu, xpu or cpu.")(text)
     _require(count >= 1, "needs at least 1 worker (or auto, gpu, xpu, cpu).")
     return count
-
-
-def start_method(text: str) -> str:
-    """Read fork or spawn; torchrun's third one, forkserver, is what we call fork."""
-    _require(text in ("fork", "spawn", "forkserver"), "needs fork or spawn.")
-    return text.removesuffix("server")
 
 
 def host(text: str) -> str:

@@ -6,6 +6,7 @@ The program's text decides, before anything runs; the process itself may still f
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -63,11 +64,7 @@ class Forked:
 
 
 class StartMethod:
-    """How the workers of a job start, and the launcher's end of the process from which they are forked. One thread.
-
-    Attributes:
-        refusal: why workers are not forked; empty if they are, None as long as the process imports.
-    """
+    """How the workers of a job start, and the launcher's end of the process from which they are forked. One thread."""
 
     def __init__(self, spec: JobSpec, say: Callable[[str], object]) -> None:
         self._say = say
@@ -75,13 +72,12 @@ class StartMethod:
         self._modules = ["torch"]
         self._process: subprocess.Popen[bytes] | None = None
         self._environ: dict[str, str] = {}
-        self.refusal = self._decide() or None
-        self._explain()
+        self._refusal = self._decide() or None  # None: not known yet; empty: workers are forked
 
     def begin(self, job: Job) -> None:
         """Start the process for this job's workers; leave one as it is that has what they need."""
         environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0, _ROOM)
-        if self.refusal or (self._process is not None and at_load(environ) == self._environ):
+        if self._refusal or (self._process is not None and at_load(environ) == self._environ):
             return
         self.close()
         self._environ = at_load(environ)
@@ -109,7 +105,7 @@ class StartMethod:
 
     def wait(self, check: Callable[[], object] = lambda: None) -> str:
         """Wait until it is known why workers are not forked, and return that. Calls `check` often."""
-        while self.refusal is None:
+        while self._refusal is None:
             check()
             if select.select([self._control], [], [], _CHECK_S)[0]:
                 try:
@@ -117,11 +113,10 @@ class StartMethod:
                 except OSError:
                     answer = ""
                 if answer:
-                    self.refusal = answer[1:]
-                    self._explain()
+                    self._refusal = answer[1:]
                 else:
                     self._lose()
-        return self.refusal
+        return self._refusal
 
     def fork(
         self, words: Sequence[str], environ: Mapping[str, str], streams: Sequence[int | None], store: bool = False
@@ -136,25 +131,21 @@ class StartMethod:
         if self.wait() or not (store or at_load(environ) == self._environ):
             return None
         mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-        order = {"python": python_command(), "words": words, "environ": dict(environ), "mask": mask}
+        order = {"python": python_command(), "words": words, "environ": dict(environ), "mask": mask, "path": sys.path}
         reading, writing = os.pipe()
-        nothing, paper = os.open(os.devnull, os.O_RDWR), os.memfd_create("photinus-order")
-        try:
-            os.write(paper, json.dumps({**order, "path": sys.path if store else None}).encode())
+        with open(reading) as answers, open(os.devnull, "r+b") as nothing, open(os.memfd_create("order"), "w") as paper:
+            json.dump(order, paper)
+            paper.flush()
+            null = nothing.fileno()
             ends = [
-                own if end is None else nothing if end == subprocess.DEVNULL else end for own, end in enumerate(streams)
+                own if end is None else null if end == subprocess.DEVNULL else end for own, end in enumerate(streams)
             ]
-            try:
-                socket.send_fds(self._control, [b"fork"], [writing, paper, *ends])
-            except OSError:  # it has ended, or a stream of this process is closed
-                ends = []
-            finally:
-                os.close(writing)
-            came = ends and select.select([reading], [], [], _ANSWERS_WITHIN_S)[0]
-            answer = os.read(reading, 4096).decode() if came else ""
-        finally:
-            for file in (reading, nothing, paper):
-                os.close(file)
+            with (
+                open(writing, "w"),
+                contextlib.suppress(OSError),
+            ):  # it has ended, or a stream of this process is closed
+                socket.send_fds(self._control, [b"fork"], [writing, paper.fileno(), *ends])
+            answer = answers.read() if select.select([answers], [], [], _ANSWERS_WITHIN_S)[0] else ""
         if answer.startswith("!"):
             raise OSError(answer[1:])
         if answer:
@@ -176,12 +167,8 @@ class StartMethod:
             self._process.kill()
             code = self._process.wait()
         how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
-        self.refusal = f"the process that forks workers (pid {self._process.pid}) {how}"
-        self._say(f"photinus: {self.refusal}: they start without it, and import torch themselves\n")
-
-    def _explain(self) -> None:
-        if self.refusal and self._spec.start_method == "fork" and not self._spec.dry_run:
-            self._say(f"photinus: workers are not forked (--start-method fork): {self.refusal}\n")
+        self._refusal = f"the process that forks workers (pid {self._process.pid}) {how}"
+        self._say(f"photinus: {self._refusal}: they start without it, and import torch themselves\n")
 
     def _decide(self) -> str:
         program = self._spec.program
