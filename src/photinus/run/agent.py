@@ -115,6 +115,8 @@ class Agent:
         self._output = output
         self._interrupts = interrupts
         self._start_method = start_method
+        if start_method is not None:
+            start_method.check = self._raise_if_interrupted
         self._processes: Processes | None = None
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
@@ -132,8 +134,6 @@ class Agent:
         """
         delay_s = 0.0
         try:
-            if self._start_method is not None:
-                self._start_method.wait(self._raise_if_interrupted)
             while True:
                 formation = self._peers.meet(self._raise_if_interrupted)
                 self._interrupts.comes_within(delay_s)

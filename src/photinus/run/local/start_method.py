@@ -64,9 +64,14 @@ class Forked:
 
 
 class StartMethod:
-    """How the workers of a job start, and the launcher's end of the process from which they are forked. One thread."""
+    """How the workers of a job start, and the launcher's end of the process from which they are forked. One thread.
+
+    Attributes:
+        check: called often while torch is imported; may raise.
+    """
 
     def __init__(self, spec: JobSpec, say: Callable[[str], object]) -> None:
+        self.check: Callable[[], object] = lambda: None
         self._say = say
         self._spec = spec
         self._modules = ["torch"]
@@ -103,10 +108,10 @@ class StartMethod:
             os.close(file)
         self._control.send(" ".join(self._modules).encode())
 
-    def wait(self, check: Callable[[], object] = lambda: None) -> str:
-        """Wait until it is known why workers are not forked, and return that. Calls `check` often."""
+    def wait(self) -> str:
+        """Wait until it is known why workers are not forked, and return that; empty if they are."""
         while self._refusal is None:
-            check()
+            self.check()
             if select.select([self._control], [], [], _CHECK_S)[0]:
                 try:
                     answer = self._control.recv(4096).decode()

@@ -98,14 +98,15 @@ def _fork() -> int:
 
 def _import(names: Iterable[str]) -> str:
     """Import modules; return why torch cannot be. Others are the script's own affair."""
+    gc.disable()  # a quarter of the time
     for name in names:
         try:
             importlib.import_module(name)
         except BaseException as error:  # noqa: BLE001 - the worker shows it, if it imports the same
             if name == "torch":
                 return f"`import torch` fails: {type(error).__name__}: {error}"
-    gc.collect()
     gc.freeze()  # a collection in a worker would copy what it shares
+    gc.enable()
     return ""
 
 
