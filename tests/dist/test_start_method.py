@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,22 @@ def test_a_process_that_cannot_be_forked_is_not(tmp_path: Path) -> None:
     (site / "sitecustomize.py").unlink()
     assert why_spawned(tmp_path, "import torch", "--start-method", "spawn") == "--start-method spawn"
     assert "imports" in why_spawned(tmp_path, "import torch", python=("-X", "importtime"))
+
+
+def test_scripts_folders_archives_and_modules_find_what_python_gives_them(tmp_path: Path) -> None:
+    text = "import sys, torch\nmain = sys.modules['__main__']\n"
+    text += "print(__name__, __file__, __package__, type(__loader__).__name__, __spec__ and __spec__.name)\n"
+    text += "print(sys.path, sys.argv)"
+    folder = tmp_path / "package"
+    folder.mkdir()
+    for name in ("__main__.py", "__init__.py"):
+        (folder / name).write_text(text if name == "__main__.py" else "")
+    zipapp.create_archive(folder, tmp_path / "packed.pyz")
+    script(tmp_path, text)
+    for words in (["script.py"], ["package"], ["packed.pyz"], ["-m", "package"], ["-m", "script"]):
+        python = subprocess.run([sys.executable, *words, "a"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        forked = run_job("-n", "1", "--cpu", "--start-method", "fork", *words, "a", cwd=tmp_path)
+        assert forked.out == python.stdout != "", forked.err
 
 
 def test_a_variable_that_comes_too_late_is_told_and_threads_are_set(tmp_path: Path) -> None:

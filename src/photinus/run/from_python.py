@@ -87,6 +87,7 @@ def launch(
         command = [*python_command(), "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
         command += ["--oversubscribe"] if oversubscribe else []
+        command += [] if "torch" in sys.modules else ["--start-method", "spawn"]  # they may well do without it, too
         command += ["-m", "photinus.run.function"]
         command += [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (call_file, answers)]
         code = run_launcher(command)

@@ -40,7 +40,7 @@ _READ_AT_LOAD = (
     *("ATEN_", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
 )
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_TORCHS = {"torch", "torchgen", "functorch", "photinus"}
+_WITH_TORCH = ("torch.", "torchgen.", "functorch.", "photinus.backend.", "photinus.parallel.", "photinus.trainer.")
 _NEXT = ["photinus.trainer", "torch._dynamo"]  # for later attempts; the first optimizer step imports the latter
 _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
@@ -55,7 +55,10 @@ def serve(mark: str) -> None:
     control = socket.socket(fileno=int(mark.partition(":")[2]))
     names = control.recv(_MODULES_LIMIT_BYTES).decode().split()
     fresh = _Fresh()
-    reason = _why_not("Python") or _import(names) or _why_not("`import torch`") or _hides(fresh.new())
+    try:
+        reason = _why_not("Python") or _import(names) or _why_not("`import torch`") or _hides(fresh.new())
+    except Exception as error:  # noqa: BLE001 - as odd as a Python can be
+        reason = f"{type(error).__name__}: {error}"
     try:
         control.send(b"=" + reason.encode()[:_MODULES_LIMIT_BYTES])
     except OSError:
@@ -134,10 +137,14 @@ def _hides(names: Iterable[str]) -> str:
     folder = os.getcwd() if kind == "module" else path if os.path.isdir(path) else os.path.dirname(path)
     beside = {entry.partition(".")[0] for entry in os.listdir(folder)}
     for name in sorted(beside & {name.partition(".")[0] for name in names}):
-        found, loaded = importlib.machinery.PathFinder.find_spec(name, [folder]), sys.modules[name].__spec__
+        found, loaded = importlib.machinery.PathFinder.find_spec(name, [folder]), _spec(sys.modules[name])
         if found is not None and found.loader is not None and (loaded is None or found.origin != loaded.origin):
             return f"{found.origin} takes the place of a module that torch uses"
     return ""
+
+
+def _spec(module: ModuleType) -> importlib.machinery.ModuleSpec | None:
+    return getattr(module, "__spec__", None)
 
 
 class _Fresh:
@@ -234,7 +241,7 @@ def _draw_again(modules: Mapping[str, Any]) -> None:
 
 
 class _Hidden:
-    """Finds what is in memory: torch and what belongs to it when that is first imported, the rest with any of it.
+    """Finds what is in memory: torch and what needs it, once any of that is imported, and the rest once any is.
 
     Until then the worker is one without torch: a folder put into sys.path may hold another numpy, variables that torch
     reads may be set, and a hook may wait for its import.
@@ -257,19 +264,26 @@ class _Hidden:
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the modules into sys.modules."""
-        top = module.__name__.partition(".")[0]
-        names = [name for name in self._modules if top in _TORCHS or name.partition(".")[0] not in _TORCHS]
-        tops = {name for name in names if "." not in name and name not in sys.modules and self._found_again(name)}
-        sys.modules.update({name: self._modules[name] for name in names if name.partition(".")[0] in tops | {top}})
-        self._modules = {name: each for name, each in self._modules.items() if name not in names}
-        if top in _TORCHS:
+        all_of_it = f"{module.__name__}.".startswith(_WITH_TORCH)
+        names = [name for name in self._modules if all_of_it or not f"{name}.".startswith(_WITH_TORCH)]
+        tops = {module.__name__.partition(".")[0]}
+        for top in {name.partition(".")[0] for name in names} - tops:
+            kept = self._modules.get(top)
+            if kept is None or sys.modules.get(top) is kept or (top not in sys.modules and self._found_again(top)):
+                tops.add(top)
+        sys.modules.update({name: self._modules[name] for name in names if name.partition(".")[0] in tops})
+        if all_of_it:
             self._catch_up()
 
     def _found_again(self, name: str, path: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return where Python finds a module now, if that is where the one in memory came from."""
         for finder in sys.meta_path:
-            if finder is not self and (found := finder.find_spec(name, path)) is not None:
-                loaded = self._modules[name].__spec__
+            if (
+                hasattr(finder, "find_spec")
+                and finder is not self
+                and (found := finder.find_spec(name, path)) is not None
+            ):
+                loaded = _spec(self._modules[name])
                 return found if loaded is not None and found.origin == loaded.origin else None
         return None
 
@@ -277,6 +291,7 @@ class _Hidden:
         """Do what torch would have done at its import in the present environment, or say that it was not done."""
         _set_filters([*self._filters, *warnings.filters])
         now, before = at_load(os.environ), self._environ
+        self._filters, self._environ = [], now
         changed = [name for name in sorted(now.keys() | before.keys()) if now.get(name) != before.get(name)]
         for name in changed:
             if name in _THREADS and now.get(name, "").isdecimal() and int(now[name]):
