@@ -95,6 +95,17 @@ def test_a_failed_write_is_raised_in_the_loop_and_older_checkpoints_stay(
     assert newest.step in (6, 7)  # the last one may have been complete
 
 
+def test_a_writer_that_was_stopped_is_made_to_go_on(
+    tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_LOOK_EVERY_S", 0.1)
+    photinus.save(tmp_path / "x.pt", wait=False, step=1)
+    assert FILE_WRITER._process is not None
+    FILE_WRITER._process.send_signal(signal.SIGSTOP)
+    photinus.save(tmp_path / "y.pt", wait=False, step=2)
+    assert [photinus.load(tmp_path / name)["step"] for name in ("x.pt", "y.pt")] == [1, 2]
+
+
 def test_what_is_wrong_with_the_folder_is_raised_as_if_written_at_once(
     tmp_path: Path, world: Any, beside: None
 ) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from ...parallel.exchange.agreement import JSON, error_class
 
 LEAST_BYTES = 64 << 20
 """Below, writing at once costs less than the process."""
+_LOOK_EVERY_S = 5.0
 _SPARE = 0.2  # of the host's memory, stays free
 
 
@@ -106,6 +108,9 @@ class Writer:
         order, self._order = self._order, None
         assert order is not None
         assert self._process is not None
+        while not select.select([self._pipes[1]], [], [], _LOOK_EVERY_S)[0]:
+            # A disk may be slow, and is waited for. A process that somebody stopped would never answer.
+            self._process.send_signal(signal.SIGCONT)
         line = self._pipes[1].readline()
         if not line.endswith(b"\n"):
             status = self._process.wait()
