@@ -601,6 +601,7 @@ class Loop:
         return batch
 
     def _restore_random_numbers(self) -> None:
+        rng.set_ranks_apart(self._session.rank, is_done=True)
         # Not before: making models and data sets draws numbers, and a resumed script makes them again.
         if self._rng is not None:
             rng.restore(self._rng)

@@ -225,7 +225,7 @@ class Trainer:
                     loss, weight = self._objective(*self._objective.forward(model, batch))
                 if self._objective.is_sum:  # of the global batch, of which the loop takes means
                     part = loop._running_batch("the Trainer's step")
-                    loss = loss * (part.global_samples / part.samples)
+                    loss = loss * (part.global_samples / max(1.0, part.samples))
                 loop.backward(loss, weight=weight, scaler=self._scaler)
                 if loop.step_due:
                     self._step(loop, optimizer)

@@ -9,7 +9,8 @@ that wait, and cost a pass over all gradients in each step.)
 Where a step has several batches, sum(n) of the later ones is not known yet. Their losses count relative to the first
 batch's sum(n), and the last backward is followed by one factor for the whole step, before anything reads gradients.
 
-A rank with n = 0 takes part with zero gradients: its mean is 0 / 0, and NaN * 0 is NaN.
+A rank with n = 0 takes part with zero gradients of its own: its mean is 0 / 0, and NaN * 0 is NaN, which becomes 0
+wherever its backward meets it. What comes from other ranks below that (batch norm, a gather of features) stays.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ class WeightedMeans:
         self._mean: Mean | None = None  # of which more parts may come
         self._batches, self._is_last = 1, True
         self._shares = 0.0  # of the parts of the running batch
+        self._has_plain = False  # whether the running batch had a loss without weight
         self._weighted: bool | None = None  # whether the losses of a step of several batches are; None before the first
 
     def body_began(self, *, batches: int, is_first: bool, is_last: bool) -> None:
         """A batch begins, of a step of N batches."""
-        self._batches, self._is_last, self._shares = batches, is_last, 0.0
+        self._batches, self._is_last, self._shares, self._has_plain = batches, is_last, 0.0, False
         if is_first:
             self._mean = self._weighted = None
 
@@ -79,6 +81,13 @@ class WeightedMeans:
         if self._batches > 1 and self._weighted is (weight is None):
             raise ValueError("loop.backward: with accumulate either all losses of a step have a weight, or none has")
         self._weighted = weight is not None
+        is_part = share < _WHOLE if weight is not None else 0.0 < self._shares < _WHOLE
+        if is_part and self._batches == 1 and (weight is None or self._has_plain):
+            raise ValueError(
+                "loop.backward: the gradients of a loss without weight would be scaled with those of the weighted "
+                "parts of a batch (share=...). Call its backward after the last part"
+            )
+        self._has_plain |= weight is None
         if weight is None:
             return 1.0, 1.0, lambda: share
         if self._batches > 1 and self._shares >= _WHOLE:
@@ -138,7 +147,10 @@ def _number(weight: Any) -> float:
 
 @contextmanager
 def zero_gradients(loss: Tensor) -> Iterator[None]:
-    """A block in which the backward of a loss gives zeros, whatever the loss is. All ranks' hooks see gradients."""
+    """A block in which the backward of a loss that was multiplied by 0 gives zeros, also where the loss is NaN.
+
+    All ranks' hooks see gradients.
+    """
     stack: list[Any] = [loss.grad_fn]
     nodes: set[Any] = set(stack)
     while stack:
@@ -155,4 +167,11 @@ def zero_gradients(loss: Tensor) -> Iterator[None]:
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
+    return tuple(None if gradient is None else _without_nan(gradient) for gradient in gradients)
+
+
+def _without_nan(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:  # with its rows: optimizers that step only these do it on all ranks
+        values = _without_nan(gradient._values())
+        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
+    return gradient.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)

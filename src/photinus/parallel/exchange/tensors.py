@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any], bool] = lambda value: False) -> Any:
-    """Applies `change` to tensors in tuples, named tuples, lists, mappings and dataclasses; returns new containers.
+    """Applies `change` to tensors in tuples, named tuples, lists, mappings and dataclasses.
 
-    A mapping whose class cannot be made from a dict becomes a dict. Everything else is handed through as it is.
+    Where something changes, their containers are copies. A mapping that cannot be written to becomes a dict. Everything
+    else is handed through as it is.
 
     Args:
         also: which other values `change` takes as a whole, containers among them.
@@ -36,14 +37,27 @@ def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any]
         return change(data)
     if isinstance(data, Mapping):
         changed = {key: map_tensors(value, change, also=also) for key, value in data.items()}
-        try:
-            return type(data)(changed)  # type: ignore[call-arg]
-        except TypeError:
-            return changed
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, change, also=also) for value in data))
+        if all(changed[key] is value for key, value in data.items()):
+            return data
+        if isinstance(data, MutableMapping):
+            mapping = copy.copy(data)
+            for key, value in changed.items():
+                mapping[key] = value
+            return mapping
+        return changed
     if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(value, change, also=also) for value in data)
+        values = [map_tensors(value, change, also=also) for value in data]
+        if all(value is before for value, before in zip(values, data, strict=True)):
+            return data
+        if isinstance(data, list):
+            sequence = copy.copy(data)
+            sequence[:] = values
+            return sequence
+        make: Any = getattr(type(data), "_make", type(data))  # of named tuples
+        made = make(values)
+        if hasattr(data, "__dict__"):
+            vars(made).update(vars(data))
+        return made
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         filled = copy.copy(data)
         for field in dataclasses.fields(data):

@@ -212,7 +212,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1)
     if dense_strides(tensor) == tensor.stride():
         return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.reshape(-1)
+    return tensor.contiguous().view(-1)
 
 
 def _digest(flat: torch.Tensor) -> torch.Tensor:

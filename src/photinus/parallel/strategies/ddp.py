@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..ddp.ddp import DistributedDataParallel
 from ..zero.sharded_optimizer import check_repointable, check_shardable, consolidated_state, is_sharded, shard_optimizer
+from ..zero.watched_forwards import refuse_renorm
 from .strategy import Strategy, explain_errors
 
 
@@ -75,6 +76,7 @@ class Zero1Strategy(DDPStrategy):
             )
         check_repointable(optimizers, self.name)
         check_shardable(optimizers)
+        refuse_renorm(model, self.name)
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in `photinus.DistributedDataParallel`, and splits the optimizers in place."""

@@ -32,6 +32,7 @@ from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
 from ..zero.split_states import copy_state, is_split, split_as
+from ..zero.watched_forwards import refuse_renorm, watch_forwards
 from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_steps
 from .strategy import Strategy, explain_errors
 
@@ -58,7 +59,9 @@ class FullyShardedStrategy(Strategy):
         shard: which submodules are units, a function or a list of classes; see `shard_units` for it and the default.
         process_group: the ranks; default: all.
         find_unused_parameters: the ranks may use different parameters; what one did not use counts as zero. Without
-            it all ranks have to use the same ones. Those that none used get no gradient.
+            `shard` the whole model is then one unit; with it, all ranks call all units. Without this option all ranks
+            have to use the same parameters in the same order; a Loop finds out if they do not. Those that none used get
+            no gradient.
         mp_policy: torch's MixedPrecisionPolicy, the dtypes in which units compute and gradients are averaged.
     """
 
@@ -96,7 +99,7 @@ class FullyShardedStrategy(Strategy):
                 f'take strategy="ddp"'
             )
         claimed: set[nn.Parameter] = set()
-        for unit in [*shard_units(model, self.options.get("shard")), model]:
+        for unit in self._units(model):
             own = [p for p in unit.parameters() if p.requires_grad and p not in claimed]
             claimed.update(own)
             if len({parameter.dtype for parameter in own}) > 1:
@@ -116,6 +119,14 @@ class FullyShardedStrategy(Strategy):
                     f'AdamW ...), or strategy="zero1".'
                 )
         check_repointable(optimizers, self.name)
+        refuse_renorm(model, self.name)
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        """What is gathered together; the model itself last."""
+        units = shard_units(model, self.options.get("shard"))
+        # Gathers are matched by their order. Ranks that call different blocks would get each other's parameters.
+        by_default = self.options.get("shard") is None
+        return [model] if by_default and self.options.get("find_unused_parameters") else [*units, model]
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Splits the model, in place, and makes the optimizers step the parts. Returns the model."""
@@ -137,8 +148,10 @@ class FullyShardedStrategy(Strategy):
         }
         if self.options.get("mp_policy") is not None:
             settings["mp_policy"] = self.options["mp_policy"]
-        for unit in [*shard_units(model, self.options.get("shard")), model]:
+        units = self._units(model)
+        for unit in units:
             fully_shard(unit, **settings)
+        watch_forwards(model, units, self.name)
         if self.options.get("find_unused_parameters"):
             cast(Any, model).set_reduce_scatter_unused_params(True)
             UnusedParameters(model, group)
@@ -160,6 +173,7 @@ class FullyShardedStrategy(Strategy):
         split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
+            optimizer.register_load_state_dict_pre_hook(_split_plain_state)
         split_models.add(held_parameters)
         explain_errors(model, group)
         watch_steps()
@@ -213,19 +227,7 @@ class FullyShardedStrategy(Strategy):
             _split_plain(part, parts)
             part.load_state_dict(parts)
             return
-        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-        states = {
-            index: {
-                name: _split(value, parameters[index])
-                if isinstance(value, torch.Tensor) and value.dim()
-                else copy_state(value)
-                for name, value in remembered.items()
-            }
-            if isinstance(index, int) and index < len(parameters)  # too high: torch says so
-            else remembered
-            for index, remembered in state["state"].items()
-        }
-        part.load_state_dict({**copy_state({k: v for k, v in state.items() if k != "state"}), "state": states})
+        part.load_state_dict(_split_state(part, state))
 
     def splits(self, part: nn.Module | Optimizer) -> bool:
         """Models and optimizers are split."""
@@ -290,11 +292,12 @@ class UnusedParameters:
         for part in unit.modules():
             for name, gathered in part._parameters.items():
                 own: Any = self._own.get((part, name))
-                if gathered is not own and gathered is not None and gathered not in self._watched:
-                    self._watched[gathered] = gathered.requires_grad
-                    if gathered.requires_grad:
-                        note: Any = gathered.register_post_accumulate_grad_hook
-                        note(partial(self._note, own))
+                if gathered is None or gathered is own or gathered in self._watched:
+                    continue
+                if gathered.requires_grad:  # what is frozen may be unfrozen later
+                    self._watched[gathered] = True
+                    note: Any = gathered.register_post_accumulate_grad_hook
+                    note(partial(self._note, own))
 
     def _note(self, own: nn.Parameter, _: torch.Tensor) -> None:
         self._used_parameters.add(own)
@@ -405,6 +408,30 @@ def _split_plain(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: 
     for name, like in model.state_dict(prefix=prefix).items():
         if is_split(like) and name in state:
             state[name] = _split(state[name], like)
+
+
+def _split_plain_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Before `optimizer.load_state_dict`: parts in the place of whole tensors, which could not be stepped."""
+    values = [value for remembered in state["state"].values() for value in remembered.values()]
+    whole = any(isinstance(value, torch.Tensor) and value.dim() and not is_split(value) for value in values)
+    return _split_state(optimizer, state) if whole else None
+
+
+def _split_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer's state with this rank's parts of whole tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = {
+        index: {
+            name: _split(value, parameters[index])
+            if isinstance(value, torch.Tensor) and value.dim()
+            else copy_state(value)
+            for name, value in remembered.items()
+        }
+        if isinstance(index, int) and index < len(parameters)  # too high: torch says so
+        else remembered
+        for index, remembered in state["state"].items()
+    }
+    return {**copy_state({name: value for name, value in state.items() if name != "state"}), "state": states}
 
 
 def _split(value: Any, like: Any) -> Any:

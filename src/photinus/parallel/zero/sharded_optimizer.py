@@ -30,12 +30,19 @@ def is_sharded(optimizer: object) -> bool:
 
 
 def check_shardable(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses what torch's class cannot split. Raises ValueError."""
+    """Refuses what torch's class cannot split. Raises ValueError, TypeError."""
     for optimizer in optimizers:
         if is_sharded(optimizer):
             raise ValueError(
                 f"the optimizer ({type(optimizer).__name__}) is split over the ranks already; give strategy 'zero1' a "
                 f"plain one"
+            )
+        inner = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+        if inner is not None:
+            raise TypeError(
+                f"strategy 'zero1' cannot split {type(optimizer).__name__}: it steps through the optimizer in its "
+                f"attribute {inner!r}, and computes over the gradients of one rank's parameters only. Take "
+                f'strategy="ddp".'
             )
         dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
         if len(dtypes) > 1:
@@ -63,7 +70,7 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
         process_group=group,
     )
     own = _own(zero)
-    remembered = {parameter: state for parameter, state in optimizer.state.items() if parameter in own}
+    remembered = {key: state for key, state in optimizer.state.items() if _is_own(key, own)}
     patched = "step" in vars(optimizer)  # by a scheduler that was made before: it has the old class's step inside
     optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
     optimizer._zero = zero  # type: ignore[attr-defined]
@@ -84,7 +91,8 @@ def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
     """
     whole = cast(_Sharded, optimizer).state_dict(part=True)
     parts = gather_states(whole["state"], cast(_Sharded, optimizer)._zero.process_group)
-    remembered = {key: state for part in parts for key, state in part.items()}
+    # To look at `optimizer.state[p]` makes an empty state for a parameter that another rank steps.
+    remembered = {key: state for part in parts for key, state in part.items() if state}
     order = sorted(remembered, key=lambda key: (isinstance(key, str), key))
     return {**whole, "state": {key: remembered[key] for key in order}}
 
@@ -115,7 +123,9 @@ class _Sharded(Optimizer):
         part = {
             index: state
             for index, state in state_dict["state"].items()
-            if index >= len(parameters) or parameters[index] in own  # too high: torch says so
+            if not isinstance(index, int)
+            or index >= len(parameters)
+            or parameters[index] in own  # too high: torch says so
         }
         super().load_state_dict({**state_dict, "state": part})
         _link(self, dict(self.state))
@@ -158,6 +168,11 @@ def _own(zero: Any) -> set[torch.Tensor]:
     return {parameter for group in zero.optim.param_groups for parameter in group["params"]}
 
 
+def _is_own(key: object, own: set[torch.Tensor]) -> bool:
+    """Return whether a key of an optimizer's state stands for a parameter that this rank steps, or for none."""
+    return not isinstance(key, torch.Tensor) or key in own
+
+
 def _link(face: Any, remembered: Mapping[Any, Any]) -> None:
     """Lets the face, torch's class and the twin share what they must agree on: groups, and this rank's state."""
     face._zero.param_groups = face.param_groups
@@ -174,7 +189,8 @@ def _relink(face: Any) -> None:
             f"{[*map(len, _layout(face))]} or others now: 'zero1' takes them from optimizer.add_param_group only."
         )
     if face.state is not face._zero.optim.state or face.param_groups is not face._zero.param_groups:
-        _link(face, {key: face.state[key] for key in _own(face._zero) if key in face.state})
+        own = _own(face._zero)
+        _link(face, {key: state for key, state in face.state.items() if _is_own(key, own)})
 
 
 def _layout(optimizer: Optimizer) -> list[list[int]]:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 import os
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +21,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     default_collate,
+    default_convert,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -189,7 +190,8 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
         "shuffle": shuffle,
         "drop_last": data_loader.drop_last,
         "num_workers": data_loader.num_workers,
-        "collate_fn": None if data_loader.collate_fn is default_collate else data_loader.collate_fn,
+        # Without batches torch only converts; here there are some.
+        "collate_fn": None if data_loader.collate_fn in (default_collate, default_convert) else data_loader.collate_fn,
     }
     names = ("persistent_workers", "prefetch_factor", "worker_init_fn", "multiprocessing_context", "timeout")
     return dataset, found, {name: getattr(data_loader, name) for name in names}
@@ -200,18 +202,18 @@ def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:
 
     None for everything else, subclasses of the two included, which may do more than index.
     """
-    maps: list[Sequence[int]] = []
+    subsets: list[Any] = []  # read at each batch: what they hold may be replaced between epochs
     # Not isinstance: a subclass may do more in __getitem__ than to index, such as to augment.
     while type(dataset) is Subset:
-        maps.append(dataset.indices)
+        subsets.append(dataset)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:
         return None
-    tensors = dataset.tensors
 
     def batch(indices: list[int]) -> list[torch.Tensor]:
-        for chosen in maps:
-            indices = [int(chosen[index]) for index in indices]
+        tensors = dataset.tensors
+        for subset in subsets:
+            indices = [int(subset.indices[index]) for index in indices]
         rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         rows = rows.pin_memory() if on_gpu else rows  # else the copy would wait for all that is queued on the GPU

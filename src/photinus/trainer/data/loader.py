@@ -21,6 +21,7 @@ import shutil
 import socket
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,8 @@ _SHARED_MEMORY = "/dev/shm"
 
 _loaded: str | None = None  # the file from which `photinus.load` brought back an optimizer, so that a training goes on
 _running: Loader | None = None  # whose plain pass handed out a batch that is being worked on
-_told_of_weights = False
+_in_pass: weakref.WeakSet[Loader] = weakref.WeakSet()  # training loaders
+_told_of_weights = _told_of_twins = False
 
 
 def running_weight() -> float:
@@ -267,6 +269,11 @@ class Loader:
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
         if isinstance(self.shares, StreamShares):
             return self._streams(self.shares, epoch, start)
+        if len(self.dataset) != self.samples:
+            raise ValueError(
+                f"the data set had {self.samples} samples when the loader was made, and has {len(self.dataset)} now: "
+                f"make another loader, at the end of an epoch"
+            )
         if start > len(self):
             raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
         return self._slices(epoch, start) if self._tensors is not None else self._fetches(epoch, start)
@@ -368,6 +375,9 @@ class Loader:
         self._position = (epoch, start)
         self._warn_of_another_thread()
         note_place("")
+        if not isinstance(self.shares, ShardedOnce):
+            rng.set_ranks_apart(self.shares.rank)
+            self._warn_of_a_twin()
         done = start
         try:
             for batch in self.epoch(epoch, start):
@@ -379,9 +389,23 @@ class Loader:
                 self._warn_of_unused_weight()
             self._position = (epoch + 1, 0)
         finally:
+            _in_pass.discard(self)
             _running = None if _running is self else _running
             of = "" if isinstance(self.shares, StreamShares) else f" of {len(self)}"
             note_place(f"{done}{of} batches of an epoch of its loader")
+
+    def _warn_of_a_twin(self) -> None:
+        """Says, once, that two loaders that are read side by side give the same samples, as for mixup or two views."""
+        global _told_of_twins
+        twins = [each for each in _in_pass if each.dataset is self.dataset and each.seed == self.seed]
+        _in_pass.add(self)
+        if twins and self.shares.rank == 0 and self.shares.shuffle and not _told_of_twins:
+            _told_of_twins = True
+            warnings.warn(
+                "two loaders over one data set are read side by side, and have one seed: both give the same samples "
+                "in the same order, with the same augmentation. Give one of them another seed=...",
+                stacklevel=4,
+            )
 
     def _warn_of_unused_weight(self) -> None:
         """Says that gradients are not those of the global batch, on rank 0, once."""

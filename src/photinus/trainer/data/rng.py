@@ -34,6 +34,27 @@ _last_mark = (b"", b"")  # of numpy: that struct, when no second normal lay in r
 
 
 session_seed = 0  # default of the seeds of loaders; `photinus.init(seed=...)` sets it
+_ranks_are_alike = False  # since `photinus.init(seed=...)`, until training begins
+
+
+def begin_session(seed: int | None) -> None:
+    """Seeds all ranks alike, if there is a seed: models are made alike."""
+    global session_seed, _ranks_are_alike
+    session_seed, _ranks_are_alike = seed or 0, seed is not None
+    if seed is not None:
+        seed_everything(seed)
+
+
+def set_ranks_apart(rank: int, *, is_done: bool = False) -> None:
+    """Training begins: from the first call on, each rank draws its own numbers, if `photinus.init` gave all a seed.
+
+    Args:
+        is_done: the caller has seeded this rank, or restored its numbers.
+    """
+    global _ranks_are_alike
+    if _ranks_are_alike and rank and not is_done:
+        seed_everything(session_seed, rank)
+    _ranks_are_alike = False
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -35,6 +35,7 @@ from ...parallel import strategy_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ...parallel.exchange.verify_models import compare_parameters, digest_of
+from ...parallel.zero.watched_forwards import unit_order
 from ..checkpoint.states import unwrap
 from .session import Session
 
@@ -54,7 +55,23 @@ def describe_replicas(models: Iterable[nn.Module], optimizers: Iterable[torch.op
             where = f"{which}, group {index}, "
             found |= {where + name: plain(value) for name, value in group.items() if name != "params"}
             for number, parameter in enumerate(group["params"]):
-                found[f"{where}parameter {number}"] = names.get(id(parameter), str(list(parameter.shape)))
+                found[f"{where}parameter {number}"] = names.get(id(parameter)) or str(list(parameter.shape))
+    return found
+
+
+def describe_states(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, JSON]:
+    """Return a digest of what optimizers remember of each parameter, which has to be equal on all ranks."""
+    found: dict[str, JSON] = {}
+    for place, optimizer in enumerate(optimizers):
+        order = {parameter: n for n, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        for parameter, state in optimizer.state.items():
+            values = [
+                (str(name), int(digest_of(value)) if isinstance(value, torch.Tensor) else plain(value))
+                for name, value in sorted(state.items(), key=str)
+            ]
+            if parameter in order and values:
+                digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+                found[f"state of optimizer {place + 1} for parameter {order[parameter]}"] = f"digest {digest}"
     return found
 
 
@@ -83,6 +100,7 @@ class Replicas:
         self._alone = session.world_size == 1
         models = [*models]
         self._models = [] if self._alone else [unwrap_compiled(model) for model in models]
+        self._split = [*self._models]  # those that are; the order of others is always 0
         self._models = [model for model in self._models if is_replicated(model, session.world_size)]
         self._optimizers = optimizers
         self._names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
@@ -118,7 +136,8 @@ class Replicas:
             return []
         began_s = time.perf_counter()
         options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
-        own = [_digest(repr((options, self._calls)).encode()), 0.0, 0.0]
+        orders = [unit_order(model) for model in self._split]
+        own = [_digest(repr((options, self._calls, orders)).encode()), 0.0, 0.0]
         if self._models and (saves or self._trained_s >= self._pause_s):
             digests = [digest_of(parameter).to(self._session.device) for _, parameter in self._named()]
             sums = torch.stack(digests).tolist() if digests else []
@@ -153,6 +172,10 @@ class Replicas:
                 for name, value in group.items()
             }
             check_alike(arguments, f"up to step {step} the ranks made the same calls with other arguments")
+            orders: dict[str, JSON] = {f"forwards of {type(each).__name__}": unit_order(each) for each in self._split}
+            text = "the ranks used different blocks of a split model, or in another order, and got each other's weights"
+            advice = "let all use the same ones, or give photinus.wrap find_unused_parameters=True"
+            check_alike(orders, f"up to step {step} {text}; {advice}")
         self._calls.clear()
         self._repeats.clear()
         if len(set(everyone[1::_WIDTH])) > 1:

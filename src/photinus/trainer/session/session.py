@@ -216,10 +216,8 @@ def init(
         if owned:
             dist.destroy_process_group()
         raise
-    if seed is not None:
-        rng.seed_everything(seed)
+    rng.begin_session(seed)
     session._outer, _current = _current, session
-    rng.session_seed = seed or 0
     if session.is_main:
         ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
         count = len(set(session.hosts))

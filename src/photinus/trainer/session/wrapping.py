@@ -12,7 +12,7 @@ from ...parallel import strategy_of, wrap_model
 from ...parallel.exchange.agreement import check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ..checkpoint.states import unwrap
-from .replicas import describe_replicas, plain
+from .replicas import describe_replicas, describe_states, plain
 from .session import require_session
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -101,7 +101,7 @@ def wrap(
     session = require_session("photinus.wrap")
     group = resolve_group(options.get("process_group"), options.get("device_mesh"))
     given = {"strategy": strategy, "sync_batch_norm": sync_batch_norm, **{n: plain(v) for n, v in options.items()}}
-    alike = {**given, **describe_replicas([model], optimizers)}
+    alike = {**given, **describe_replicas([model], optimizers), **describe_states(optimizers)}
     check_alike(alike, "the ranks were given different things to wrap", group)
     wrapped = wrap_model(
         model, optimizers, strategy=strategy, sync_batch_norm=sync_batch_norm, device=session.device, **options
