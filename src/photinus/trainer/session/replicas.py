@@ -67,7 +67,7 @@ def describe_states(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, JS
         for parameter, state in optimizer.state.items():
             values = [
                 (str(name), int(digest_of(value)) if isinstance(value, torch.Tensor) else plain(value))
-                for name, value in sorted(state.items(), key=str)
+                for name, value in sorted(state.items(), key=lambda item: str(item[0]))
             ]
             if parameter in order and values:
                 digest = hashlib.sha256(repr(values).encode()).hexdigest()[:8]

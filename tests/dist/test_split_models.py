@@ -1,0 +1,197 @@
+"""Scripts that split models and optimizers would train wrongly without a word: right, or an error that says why."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import photinus
+from photinus.parallel import strategy_of
+from tests.ranks import run_ranks, values
+from tests.small_run import QUIET
+
+SPLIT = ["zero2", "zero3"]
+_WIDTH = 260  # so that layers are units
+
+
+class Experts(nn.Module):
+    """One of two experts computes, after a layer that all ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, _WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(2)])
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        hidden: torch.Tensor = self.experts[which](self.first(inputs))
+        return hidden
+
+
+class KeyEncoder(nn.Module):
+    """Moves its second layer towards the first in forward, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.key.weight.mul_(0.9).add_(self.query.weight, alpha=0.1)
+        difference: torch.Tensor = self.query(inputs) - self.key(inputs).detach()
+        return difference
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _worst(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference to the reference, on rank 0, which alone has the whole state."""
+    state = strategy_of(model).save(model)
+    if torch.distributed.get_rank():
+        return 0.0
+    return max(float((state[name] - value).abs().max()) for name, value in reference.state_dict().items())
+
+
+def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
+    """What this rank says of every case."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4, 4)
+    with photinus.init("gloo", "cpu"):
+        # Ranks that use different experts.
+        reference = Experts()
+        plain = copy.deepcopy(reference)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, reference)]
+        model, optimizer = photinus.wrap(plain, optimizers[0], strategy=strategy, find_unused_parameters=True)
+        for _ in range(2):
+            photinus.backward(model(inputs[rank], rank).square().mean())
+            torch.stack([reference(inputs[i], i).square().mean() for i in range(2)]).mean().backward()
+            for each in (optimizer, optimizers[1]):
+                each.step()
+                each.zero_grad()
+        found["experts"] = _worst(model, reference)
+        # The same in a loop without the option.
+        plain = Experts()
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), strategy=strategy)
+        loop = photinus.Loop(
+            model, optimizer, torch.utils.data.TensorDataset(inputs[0]), batch_size=2, epochs=1, report=QUIET
+        )
+
+        def run() -> None:
+            for (batch,) in loop:
+                loop.backward(model(batch, rank).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        found["experts in a loop"] = _error(run)
+        # A layer that is unfrozen later.
+        reference_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        plain_model = copy.deepcopy(reference_model)
+        for each in (plain_model, reference_model):
+            each[0].requires_grad_(False)
+        sgd = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain_model, reference_model)]
+        model, optimizer = photinus.wrap(plain_model, sgd[0], strategy=strategy, find_unused_parameters=True)
+        for step in range(3):
+            if step == 1:
+                for parameter in [*model.parameters(), *reference_model.parameters()]:
+                    parameter.requires_grad_(True)
+            photinus.backward(model(inputs[rank]).square().mean())
+            reference_model(inputs.flatten(0, 1)).square().mean().backward()
+            for each_optimizer in (optimizer, sgd[1]):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+        found["unfrozen"] = _worst(model, reference_model)
+        # Values that would be lost.
+        plain = KeyEncoder()
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), strategy=strategy)
+        parameter = next(model.parameters())
+        found["data"] = _error(lambda: setattr(parameter, "data", parameter.detach().clone()))
+        found["written in forward"] = _error(lambda: model(inputs[rank]))
+        embedding = nn.Embedding(4, 4, max_norm=1.0)
+        of_embedding = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        found["max_norm"] = _error(lambda: photinus.wrap(embedding, of_embedding, strategy=strategy))
+        # A plain state into an optimizer.
+        plain_layer = nn.Linear(4, 4)
+        adam = torch.optim.Adam(plain_layer.parameters(), lr=0.1)
+        plain_layer(inputs[0]).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        state = copy.deepcopy(adam.state_dict())
+        model, optimizer = photinus.wrap(plain_layer, torch.optim.Adam(plain_layer.parameters()), strategy=strategy)
+        optimizer.load_state_dict(state)
+        photinus.backward(model(inputs[rank]).square().mean())
+        found["plain state"] = _error(optimizer.step)
+    return found
+
+
+@cache
+def said(strategy: str) -> list[dict[str, Any]]:
+    """What the ranks say."""
+    function, arguments = f"{__name__}:cases", {"strategy": strategy}
+    return values(run_ranks(function, world_size=2, backend="gloo", arguments=arguments))
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+@pytest.mark.parametrize("case", ["experts", "unfrozen"])
+def test_parameters_that_only_some_ranks_or_steps_use_are_trained_as_by_one_process(strategy: str, case: str) -> None:
+    assert max(rank[case] for rank in said(strategy)) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("experts in a loop", "ValueError: .*the ranks used different blocks of a split model"),
+        ("written in forward", "PhotinusError: this forward wrote into key.weight"),
+        ("data", "TypeError: .*does not change a parameter"),
+        ("max_norm", "ValueError: .*max_norm, by which forward writes into its weight"),
+        ("plain state", "no error"),
+    ],
+)
+def test_what_would_be_lost_is_an_error(strategy: str, case: str, text: str) -> None:
+    for rank in said(strategy):
+        assert re.match(text, rank[case]), rank[case]
+
+
+def zero1_cases(rank: int, world_size: int, out: str) -> dict[str, Any]:
+    """The same for optimizers that are split, and for a state that one rank alone has."""
+    found: dict[str, Any] = {}
+    with photinus.init("gloo", "cpu"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        adam: Any = torch.optim.Adam(plain.parameters(), lr=0.1)
+        model, adam = photinus.wrap(plain, adam, strategy="zero1")
+        photinus.backward(model(torch.ones(2, 4)).square().mean())
+        adam.step()
+        for parameter in model.parameters():
+            assert adam.state[parameter] is not None  # a look, which makes an empty state
+        photinus.save(Path(out) / "x.pt", optimizer=adam)
+        saved = photinus.load(Path(out) / "x.pt")["optimizer"]["state"]
+        found["states"] = [sorted(state) for state in saved.values()]
+        lone = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(lone.parameters())
+        if rank == 0:
+            lone(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        found["state of one rank"] = _error(lambda: photinus.wrap(lone, optimizer, strategy="zero1"))
+    return found
+
+
+def test_a_look_at_an_optimizers_state_takes_nothing_from_its_checkpoint(tmp_path: Path) -> None:
+    function = f"{__name__}:zero1_cases"
+    for found in values(run_ranks(function, world_size=2, backend="gloo", arguments={"out": str(tmp_path)})):
+        assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 4
+        assert "state of optimizer 1 for parameter 0=digest" in found["state of one rank"]
