@@ -49,7 +49,7 @@ BUDGET = {
     "compat": 845,
     "job": 3449,
     "parallel": 7327,
-    "run": 4792,
+    "run": 4804,
     "runlog": 1760,
     "templates": 340,
     "tools": 3023,

@@ -102,6 +102,9 @@ def test_a_file_beside_the_script_is_imported_before_what_torch_uses(tmp_path: P
     (tmp_path / "typing_extensions.py").write_text("mine = 1")
     assert "typing_extensions.py takes the place of a module" in why_spawned(tmp_path, "import torch")
     (tmp_path / "typing_extensions.py").unlink()
+    (tmp_path / "json.py").write_text("mine = 1")
+    assert "json.py takes the place of a module" in why_spawned(tmp_path, "import torch")
+    (tmp_path / "json.py").unlink()
     (tmp_path / "sympy").mkdir()  # a folder of data
     assert why_spawned(tmp_path, "import torch") == ""
     (tmp_path / "lib").mkdir()
@@ -148,6 +151,7 @@ def test_a_process_that_cannot_be_forked_is_not(tmp_path: Path) -> None:
     assert "imports" in why_spawned(tmp_path, "import torch", python=("-X", "importtime"))
 
 
+@pytest.mark.slow
 def test_scripts_folders_archives_and_modules_find_what_python_gives_them(tmp_path: Path) -> None:
     text = "import sys, torch\nmain = sys.modules['__main__']\n"
     text += "print(__name__, __file__, __package__, type(__loader__).__name__, __spec__ and __spec__.name)\n"
@@ -196,6 +200,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_children_of_a_worker_by_all_methods(tmp_path: Path) -> None:
     forked, spawned = (lines(tmp_path, way, CHILDREN, "--local-ranks-filter", "0") for way in WAYS)
     assert forked == spawned
@@ -227,6 +232,7 @@ print("traced", "step" in seen)
 """
 
 
+@pytest.mark.slow
 def test_profilers_compilers_and_tracers_work(tmp_path: Path) -> None:
     forked = lines(tmp_path, "fork", TOOLS)
     assert forked == ["compiled True", "profile True", "torch True", "traced True"]

@@ -50,11 +50,14 @@ def at_load(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_LOAD)}
 
 
-def serve(mark: str) -> None:
-    """Import, and fork a worker for each order; returns in each worker. Ends the process when nobody asks any more."""
+def serve(mark: str, modules: set[str]) -> None:
+    """Import, and fork a worker for each order; returns in each worker. Ends the process when nobody asks any more.
+
+    `modules` are those that a worker has when it starts.
+    """
     control = socket.socket(fileno=int(mark.partition(":")[2]))
     names = control.recv(_MODULES_LIMIT_BYTES).decode().split()
-    fresh = _Fresh()
+    fresh = _Fresh(modules)
     try:
         reason = _why_not("Python") or _import(names) or _why_not("`import torch`") or _hides(fresh.new())
     except Exception as error:  # noqa: BLE001 - as odd as a Python can be
@@ -76,21 +79,30 @@ def serve(mark: str) -> None:
         if not request:
             break
         began = True
-        try:
-            if (middle := _fork()) == 0:
-                middle = os.getpid()
-                if _fork():
-                    os._exit(0)
-                control.close()
-                return fresh.become_worker(fds, middle)
-            os.waitpid(middle, 0)
-        except OSError as error:
-            os.write(fds[0], f"!{error}".encode())
-            if os.getppid() != int(sys.argv[1]):
-                os._exit(1)  # the child between
+        if middle := _fork_twice(fds[0]):
+            control.close()
+            return fresh.become_worker(fds, middle)
         for fd in fds:
             os.close(fd)
     os._exit(0)
+
+
+def _fork_twice(answer: int) -> int:
+    """Return 0 in this process, and in the grandchild the pid of the child between, which exits."""
+    parent = os.getpid()
+    try:
+        if child := _fork():
+            os.waitpid(child, 0)
+        else:
+            between = os.getpid()
+            if _fork() == 0:
+                return between
+            os._exit(0)
+    except OSError as error:
+        os.write(answer, f"!{error}".encode())
+        if os.getpid() != parent:
+            os._exit(1)
+    return 0
 
 
 def _fork() -> int:
@@ -134,10 +146,9 @@ def _hides(names: Iterable[str]) -> str:
     """Return why a worker needs other modules: Python looks first at the files beside the script."""
     kind, target = sys.argv[4:6]
     path = os.path.realpath(target)
-    folder = os.getcwd() if kind == "module" else path if os.path.isdir(path) else os.path.dirname(path)
-    beside = {entry.partition(".")[0] for entry in os.listdir(folder)}
-    for name in sorted(beside & {name.partition(".")[0] for name in names}):
-        found, loaded = importlib.machinery.PathFinder.find_spec(name, [folder]), _spec(sys.modules[name])
+    places = [os.getcwd()] if kind == "module" else [path, os.path.dirname(path)]
+    for name in sorted({name.partition(".")[0] for name in names}):
+        found, loaded = importlib.machinery.PathFinder.find_spec(name, places), _spec(sys.modules[name])
         if found is not None and found.loader is not None and (loaded is None or found.origin != loaded.origin):
             return f"{found.origin} takes the place of a module that torch uses"
     return ""
@@ -150,12 +161,12 @@ def _spec(module: ModuleType) -> importlib.machinery.ModuleSpec | None:
 class _Fresh:
     """This process before the imports, and what a forked worker needs to look like that again."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: set[str]) -> None:
         with open("/proc/self/comm") as comm, open("/proc/self/stat") as stat:
             self._comm = comm.read().strip()
             self._shown_at = [int(number) for number in stat.read().rpartition(")")[2].split()[45:49]]
         self._show(["photinus-warm"], "photinus-warm")
-        self._modules, self._path, self._filters = set(sys.modules), list(sys.path), len(warnings.filters)
+        self._modules, self._path, self._filters = modules, list(sys.path), len(warnings.filters)
 
     def new(self) -> set[str]:
         """Return the modules that the imports have brought."""

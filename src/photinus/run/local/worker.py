@@ -303,13 +303,14 @@ def main() -> None:
 def _fork_workers() -> None:
     """Runs the process of warm.py; returns in each worker."""
     global _worker_pid
+    modules = set(sys.modules)
     spec = importlib.util.spec_from_file_location("photinus.run.local.warm", f"{os.path.dirname(__file__)}/warm.py")
     assert spec is not None
     assert spec.loader is not None, "a path has a loader"
     warm = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(warm)
     die_with_launcher(int(sys.argv[1]))
-    warm.serve(sys.argv[2])
+    warm.serve(sys.argv[2], modules)
     _worker_pid = os.getpid()
 
 
