@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.job.cgroup import OomKills, cpu_quota_cores, oom_kills, oom_since
+from photinus.job.cgroup import OomKills, cpu_quota_cores, free_memory, oom_kills, oom_since
 
 
 def tree(root, files):
@@ -93,3 +93,15 @@ def test_this_kernel_can_be_read():
     assert oom_kills() is not None or "oom_kill" not in Path("/proc/vmstat").read_text()
     quota = cpu_quota_cores()
     assert quota is None or quota > 0
+
+
+def test_free_memory_is_the_least_that_machine_and_groups_leave(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 8000 kB\nMemAvailable:       5000 kB\n",
+        "sys/fs/cgroup/user/memory.max": "4000000\n",
+        "sys/fs/cgroup/user/memory.current": "3000000\n",
+        "sys/fs/cgroup/user/memory.stat": "anon 1\ninactive_file 500000\n",
+        "sys/fs/cgroup/user/job/memory.max": "max\n",
+    }
+    assert free_memory(tree(tmp_path / "limited", {**V2, **files})) == 1_500_000
+    assert free_memory(tree(tmp_path / "free", {"proc/meminfo": files["proc/meminfo"]})) == 5000 * 1024

@@ -1,0 +1,234 @@
+"""Snapshots of a loop in memory files, as `photinus run` holds them: taken, found after a restart, and freed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import photinus
+from photinus.trainer import snapshots
+from photinus.trainer.checkpoint import image
+from photinus.trainer.record.run_folder import RunFolder
+
+
+class EndedError(Exception):
+    """Ends an attempt."""
+
+
+class Launcher:
+    """The memory files and variables of a job of one worker."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self.descriptors = [os.memfd_create(f"test-snapshots-{side}") for side in "ab"]
+        self.paths = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in self.descriptors]
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for name, value in {**place, "PHOTINUS_SNAPSHOTS": ",".join(self.paths), "TORCHELASTIC_RUN_ID": "test"}.items():
+            patch.setenv(name, value)
+        self.attempt(0)
+
+    def attempt(self, number: int) -> None:
+        self.patch.setenv("PHOTINUS_ATTEMPT", str(number))
+
+    def steps(self) -> list[int]:
+        heads = [image.read_head(path) for path in self.paths]
+        return sorted(head.step for head in heads if head is not None)
+
+    def damage(self, step: int) -> None:
+        for path, descriptor in zip(self.paths, self.descriptors, strict=True):
+            head = image.read_head(path)
+            if head is not None and head.step == step:
+                at = head.bytes - 70
+                os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 4]), at)
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    monkeypatch.setattr(snapshots.Snapshots, "_holder", None)
+    made = Launcher(monkeypatch)
+    yield made
+    for descriptor in made.descriptors:
+        os.close(descriptor)
+
+
+def train(out: Path | None, *, fail_at: int = 0, loops: int = 1, every: int | None = 1, **options: Any) -> Any:
+    """Trains; returns the last loop, and a copy of what it trained."""
+    RunFolder._begun = 0  # as in a new process
+    with photinus.init("gloo", device="cpu", seed=3):
+        for number in range(loops):
+            torch.manual_seed(0)
+            x = torch.randn(48, 6)
+            model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            model, optimizer = photinus.wrap(model, optimizer)
+            save = photinus.Saving(snapshot_every=every, every_epochs=2)
+            loop = photinus.Loop(
+                model, optimizer, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8,
+                out=None if out is None else out / str(number), save=save,
+                report=photinus.Reporting(progress=False, curves=False), **{"epochs": 2, **options},
+            )  # fmt: skip
+            for inputs, targets in loop:
+                if fail_at and number == loops - 1 and loop.step == fail_at:
+                    raise EndedError
+                loop.backward((model(inputs) - targets).square().mean())
+                if loop.step_due:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        state = {**photinus.unwrap(model).state_dict(), "m": [s["exp_avg"] for s in optimizer.state.values()]}
+        return loop, state
+
+
+def assert_same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_next_attempt_continues_from_memory_with_the_same_bits(launcher, tmp_path):
+    _, wanted = train(tmp_path / "quiet")
+    with pytest.raises(EndedError):
+        train(tmp_path / "killed", fail_at=8)
+    launcher.attempt(1)
+    loop, state = train(tmp_path / "killed")
+    assert loop.resumed_from == Path("memory")
+    assert_same(state, wanted)
+    rows = [(tmp_path / name / "0" / "losses.csv").read_text().splitlines() for name in ("quiet", "killed")]
+    assert [row.split(",")[:3] for row in rows[0]] == [row.split(",")[:3] for row in rows[1]]
+
+
+def test_resumed_run_says_how_many_steps_were_lost(launcher, tmp_path, capsys):
+    with pytest.raises(EndedError):
+        train(tmp_path, fail_at=9, every=5)
+    launcher.attempt(1)
+    train(tmp_path, every=5)
+    assert (
+        "resumed from memory: step 5 (3 steps lost), epoch 1 of 2, 5 batches done, step 5\n" in capsys.readouterr().out
+    )
+
+
+def test_damaged_snapshot_is_reported_and_the_one_before_is_used(launcher, tmp_path):
+    _, wanted = train(tmp_path / "quiet")
+    with pytest.raises(EndedError):
+        train(tmp_path / "killed", fail_at=8)
+    older, newer = launcher.steps()
+    launcher.damage(newer)
+    launcher.attempt(1)
+    with pytest.warns(
+        RuntimeWarning, match=f"the snapshot of step {newer} is not used: .* is damaged: digest expected"
+    ):
+        loop, state = train(tmp_path / "killed")
+    assert loop.resumed_from == Path("memory")
+    assert (older, newer) == (6, 7)
+    assert_same(state, wanted)
+
+
+def test_without_a_good_snapshot_the_run_continues_from_the_disk(launcher, tmp_path):
+    _, wanted = train(tmp_path / "quiet", epochs=4)
+    with pytest.raises(EndedError):
+        train(tmp_path / "killed", fail_at=16, epochs=4)
+    for step in launcher.steps():
+        launcher.damage(step)
+    launcher.attempt(1)
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        loop, state = train(tmp_path / "killed", epochs=4)
+    assert loop.resumed_from is not None
+    assert loop.resumed_from.name == "step-00000012"
+    assert_same(state, wanted)
+
+
+def test_newer_checkpoint_on_disk_is_taken_instead_of_a_snapshot(launcher, tmp_path):
+    with pytest.raises(EndedError):
+        train(tmp_path, fail_at=13, epochs=4)
+    assert launcher.steps() == [10, 11]  # the checkpoint of step 12 needs none
+    launcher.attempt(1)
+    loop, _ = train(tmp_path, epochs=4)
+    assert loop.resumed_from is not None
+    assert loop.resumed_from.name == "step-00000012"
+
+
+def test_second_loop_of_a_script_continues_from_memory_and_the_first_one_stays_finished(launcher, tmp_path):
+    _, wanted = train(tmp_path / "quiet", loops=2)
+    with pytest.raises(EndedError):
+        train(tmp_path / "killed", loops=2, fail_at=5)
+    launcher.attempt(1)
+    loop, state = train(tmp_path / "killed", loops=2)
+    assert loop.resumed_from == Path("memory")
+    assert_same(state, wanted)
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_snapshot_counts_like_a_checkpoint_of_the_folder(launcher, tmp_path, resume):
+    with pytest.raises(EndedError):
+        train(tmp_path, fail_at=4, resume=resume)
+    launcher.attempt(1)
+    loop, _ = train(tmp_path, resume=resume)
+    assert loop.resumed_from == Path("memory")
+
+
+def test_steps_of_several_batches_are_kept_whole(launcher, tmp_path):
+    _, wanted = train(tmp_path / "quiet", accumulate=2)
+    with pytest.raises(EndedError):
+        train(tmp_path / "killed", accumulate=2, fail_at=5)
+    launcher.attempt(1)
+    loop, state = train(tmp_path / "killed", accumulate=2)
+    assert loop.resumed_from == Path("memory")
+    assert_same(state, wanted)
+
+
+def test_finished_run_gives_its_memory_back(launcher, tmp_path):
+    loop, _ = train(tmp_path)
+    assert [os.fstat(descriptor).st_size for descriptor in launcher.descriptors] == [0, 0]
+    assert "snapshots every step, in " in loop.summary()
+
+
+def test_too_little_memory_is_told_once_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(snapshots, "free_memory", lambda: 1000)
+    loop, _ = train(tmp_path)
+    assert loop.finished
+    assert capsys.readouterr().out.count("note: no snapshots in memory: two copies need ") == 1
+    assert launcher.steps() == []
+
+
+@pytest.mark.parametrize(("every", "lines"), [(1, 1), (None, 0)])
+def test_without_our_launcher_there_are_no_snapshots_and_one_line_if_they_were_asked_for(
+    launcher, tmp_path, monkeypatch, capsys, every, lines
+):
+    monkeypatch.delenv("PHOTINUS_SNAPSHOTS")
+    assert train(tmp_path, every=every)[0].finished
+    told = capsys.readouterr().out.count("note: no snapshots in memory: only `photinus run` keeps them")
+    assert told == lines
+
+
+@pytest.mark.parametrize(("out", "every"), [(False, 1), (True, 0)])
+def test_loops_without_a_folder_and_those_that_want_none_leave_the_memory_alone(launcher, tmp_path, out, every):
+    with pytest.raises(EndedError):
+        train(tmp_path if out else None, every=every, fail_at=5)
+    assert [os.fstat(descriptor).st_size for descriptor in launcher.descriptors] == [0, 0]
+
+
+def test_failed_copy_turns_snapshots_off_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
+    def refuse(self: Any, head: Any) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(image.MemoryFile, "seal", refuse)
+    assert train(tmp_path)[0].finished
+    assert capsys.readouterr().out.count("note: no snapshots in memory: rank 0: no memory") == 1
+
+
+def test_default_takes_few_snapshots_where_steps_are_short(launcher, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with pytest.raises(EndedError):
+            train(tmp_path, every=None, epochs=10, fail_at=40)
+    assert 1 <= len(launcher.steps()) <= 2
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True])
+def test_number_of_steps_is_checked(every):
+    with pytest.raises((TypeError, ValueError), match="snapshot_every"):
+        photinus.Saving(snapshot_every=every)
