@@ -4,7 +4,7 @@
 
 Two ranks train 1 GB of parameters and AdamW states with DDP, with a snapshot every four steps. One copy runs beside the
 next forward and backward, the next one is waited for immediately, in turn. In a step without a snapshot each rank
-copies as many bytes with memmove into memory that it has mapped, both at the same time.
+copies as many bytes with memmove into a memory file that it has mapped, both at the same time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(folder: str, width: int, layers: int, batch: int, rounds: int) -> None
 
         for name in ("take", "settle", "_wait"):
             setattr(snapshots, name, timed(getattr(snapshots, name)))
-        target, size, sources = None, 0, [torch.empty(0)]
+        target, size, sources = mmap.mmap(-1, 1), 0, [torch.empty(0)]
         for (inputs,) in loop:
             step, place = loop.step - 1, (loop.step - 1) % EVERY  # 0: the step before was kept
             is_kept = place == 0 and step >= 2 * EVERY  # the first two touch new memory
@@ -77,13 +77,16 @@ def train(folder: str, width: int, layers: int, batch: int, rounds: int) -> None
                 copy = snapshots._copy
                 found["at once"].append(spent["s"])
             if place == EVERY - 1 and step > 2 * EVERY:
-                target = target or mmap.mmap(-1, size)
+                if len(target) == 1:
+                    file = os.memfd_create("bare")
+                    os.ftruncate(file, size)
+                    target = mmap.mmap(file, size)
                 address = ctypes.addressof(ctypes.c_char.from_buffer(target))
                 dist.barrier()
                 began_s = time.perf_counter()
                 at = 0
                 for source in sources:
-                    count = min(source.nbytes, size - at)
+                    count = min(source.nbytes, len(target) - at)
                     ctypes.memmove(address + at, source.data_ptr(), count)
                     at += count
                 found["bare"].append(time.perf_counter() - began_s)
@@ -127,6 +130,8 @@ def main() -> None:
             "photinus",
             "run",
             "--cpu",
+            "--max-restarts",
+            "0",
             "--nproc-per-node",
             "2",
             __file__,

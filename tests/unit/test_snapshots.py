@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +39,14 @@ class Launcher:
         self.patch.setenv("PHOTINUS_ATTEMPT", str(number))
 
     def steps(self) -> list[int]:
+        for thread in threading.enumerate():
+            if thread.name == "photinus-snapshot":  # of an attempt that has ended
+                thread.join(30)
         heads = [image.read_head(path) for path in self.paths]
         return sorted(head.step for head in heads if head is not None)
 
     def damage(self, step: int) -> None:
+        """Flips a bit of a snapshot."""
         for path, descriptor in zip(self.paths, self.descriptors, strict=True):
             head = image.read_head(path)
             if head is not None and head.step == step:

@@ -133,7 +133,7 @@ class Snapshots:
         if Snapshots._holder is self:
             self._files = self.let_go()
             for file in self._files:
-                file.resize(0)
+                file.make_room(0)
 
     def settle(self, step: int, saved: int) -> bool:
         """A step is done, and counts when this returns. Returns whether to `take` a snapshot now.

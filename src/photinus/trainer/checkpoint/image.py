@@ -37,8 +37,8 @@ HEAD_BYTES = 4096
 _PROGRESS = HEAD_BYTES - 16  # behind the head: the last finished step, and its complement
 _MAGIC = b"PHOTIMG1"
 _ALIGNED = 64
-_PLACE = "\0place"  # marks a tuple of the skeleton that stands for a tensor
-_PLAIN_PLACE = 6  # items: the mark, area, offset, dtype, shape, stride; of a part also where it lies in the whole
+_PLACE = "\0place "  # begins a text of the skeleton that stands for a tensor; JSON follows, see `_Skeleton._tensor`
+_PLAIN_ITEMS = 5  # area, offset, dtype, shape, stride; of a part also the whole's shape, and where it lies there
 _CUT = -1  # in place of a local rank: the bytes lie in the files' cut parts
 
 
@@ -98,10 +98,11 @@ class MemoryFile:
         if os.fstat(self._descriptor).st_size:
             os.pwrite(self._descriptor, bytes(_PROGRESS), 0)
 
-    def resize(self, size: int, *, pin: bool = False) -> None:
-        """Gives the file this size, and maps it; for copies from a GPU its memory is pinned, where that is possible."""
-        if self._size == size:
+    def make_room(self, size: int, *, pin: bool = False) -> None:
+        """Maps at least this size; for copies from a GPU the memory is pinned, where that is possible."""
+        if size <= self._size <= 2 * size:  # each page of a new mapping costs a fault
             return
+        size += size // 64
         if self._is_pinned:
             _cuda().cudaHostUnregister(self.memory.data_ptr())
             self._is_pinned = False
@@ -118,9 +119,9 @@ class MemoryFile:
         body += bytes(_PROGRESS - len(_MAGIC) - 4 - len(body))
         os.pwrite(self._descriptor, _MAGIC + struct.pack("<I", zlib.crc32(body)) + body, 0)
 
-    def digest(self) -> str:
-        """Return the digest of all behind the head."""
-        return _digest((ctypes.c_char * self._size).from_address(self.memory.data_ptr()))
+    def digest(self, size: int) -> str:
+        """Return the digest of an image of this size, behind its head."""
+        return _digest((ctypes.c_char * size).from_address(self.memory.data_ptr()))
 
     def note_progress(self, step: int) -> None:
         """Remembers the last finished step, beside the image."""
@@ -175,7 +176,7 @@ class Copy:
     def begin(self, file: MemoryFile) -> None:
         """Starts copying into the file, whose image is lost from now on."""
         file.unseal()
-        file.resize(self.bytes, pin=self._uses_gpu)
+        file.make_room(self.bytes, pin=self._uses_gpu)
         self._file = file
         self._versions = [(piece[1], piece[1]._version) for piece in self._later]
         ctypes.memmove(file.memory.data_ptr() + HEAD_BYTES, self._skeleton, len(self._skeleton))
@@ -225,7 +226,7 @@ class Copy:
                 self._stream.synchronize()
             self._copied.set()
             self.copy_s = time.perf_counter() - began_s
-            digest = self._file.digest()
+            digest = self._file.digest(self.bytes)
             # By now no write is under way that began before the copy's end and has not counted itself yet.
             if self._decide():
                 self._file.seal(replace(self._head, digest=digest))
@@ -256,7 +257,7 @@ class _Skeleton(PlainState):
     def __init__(self, area: int, only: Collection[int]) -> None:
         self._area, self._only = area, only
         self._rest: _Skeleton | None = None
-        self._places: dict[tuple[Any, ...], Any] = {}
+        self._places: dict[tuple[Any, ...], str] = {}
         self.bytes = 0
         self.tensors: list[tuple[int, torch.Tensor]] = []
         self.needed_bytes = 0
@@ -266,11 +267,14 @@ class _Skeleton(PlainState):
         self._rest = rest
         return {entry: self._plain(value, f"{name}{entry}") for entry, value in content.items()}
 
+    def _key(self, key: Any, where: str) -> Any:
+        return key if type(key) in (str, int) else super()._key(key, where)
+
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
-        part: tuple[Any, ...] = ()
-        if is_split(tensor):
+        part = ""
+        if type(tensor) is not torch.Tensor and is_split(tensor):
             view = part_of(torch.empty(tensor.shape, device="meta"), tensor)
-            part = (tuple(tensor.shape), tuple(view.shape), view.stride(), view.storage_offset())
+            part = f", {[*tensor.shape]}, {[*view.shape]}, {[*view.stride()]}, {view.storage_offset()}"
             tensor = tensor.to_local()  # type: ignore[attr-defined]
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
         if self._area == _CUT and not (is_plain and tensor.data_ptr() in self._only):
@@ -281,10 +285,11 @@ class _Skeleton(PlainState):
         tensor = tensor.detach()
         if not (tensor.is_contiguous() or _is_dense(tensor)) or tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg().clone()
-        shape = tuple(tensor.shape), tensor.stride()
-        identity = (tensor.device, tensor.data_ptr() if tensor.nbytes else None, tensor.dtype, shape, part)
+        layout = f'"{tensor.dtype}", {[*tensor.shape]}, {[*tensor.stride()]}{part}'
+        identity = tensor.device, tensor.data_ptr() if tensor.nbytes else None, layout
         if identity not in self._places:
-            self._places[identity] = (_PLACE, self._area, self.bytes, tensor.dtype, *shape, *part)
+            # One text each, because the pickler looks at each object.
+            self._places[identity] = f"{_PLACE}[{self._area}, {self.bytes}, {layout}]"
             self.tensors.append((self.bytes, tensor))
             self.bytes = _align(self.bytes + tensor.nbytes)
         return self._places[identity]
@@ -315,17 +320,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def read_head(path: str) -> Head | None:
     """The head of a file; None where it is not sealed, or its head is damaged."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            raw = file.read(_PROGRESS)
-    except OSError:
-        return None
-    body = raw[len(_MAGIC) + 4 :]
-    if (
-        not raw.startswith(_MAGIC)
-        or len(raw) < _PROGRESS
-        or raw[len(_MAGIC) :][:4] != struct.pack("<I", zlib.crc32(body))
-    ):
+    raw = _first_bytes(path)
+    body = raw[len(_MAGIC) + 4 : _PROGRESS]
+    if len(raw) < HEAD_BYTES or raw[: len(_MAGIC) + 4] != _MAGIC + struct.pack("<I", zlib.crc32(body)):
         return None
     (length,) = struct.unpack_from("<I", body)
     return Head(**json.loads(body[4 : 4 + length]))
@@ -333,12 +330,16 @@ def read_head(path: str) -> Head | None:
 
 def read_progress(path: str) -> int:
     """The last finished step that `note_progress` noted; -1 for none."""
+    step, complement = struct.unpack("<QQ", _first_bytes(path)[_PROGRESS:].ljust(16, b"\0"))
+    return step if step ^ complement == 2**64 - 1 else -1
+
+
+def _first_bytes(path: str) -> bytes:
     try:
         with open(path, "rb", buffering=0) as file:
-            step, complement = struct.unpack("<QQ", os.pread(file.fileno(), 16, _PROGRESS))
-    except (OSError, struct.error):
-        return -1
-    return step if step ^ complement == 2**64 - 1 else -1
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""
 
 
 def verify(path: str) -> None:
@@ -414,12 +415,13 @@ class _Reader:
     def join(self, trees: Sequence[Any]) -> Any:
         """One tree of those of several ranks, of which the first counts."""
         first = trees[0]
-        if type(first) is tuple and len(first) >= _PLAIN_PLACE and first[0] == _PLACE:
-            is_split = len(first) > _PLAIN_PLACE
-            places = tuple(trees) if is_split else (first,)
-            if places not in self._tensors:
-                self._tensors[places] = self._whole(places) if is_split else self._tensor(first)
-            return self._tensors[places]
+        if isinstance(first, str) and first.startswith(_PLACE):
+            texts = tuple(trees)
+            if texts not in self._tensors:
+                places = [json.loads(text.removeprefix(_PLACE)) for text in texts]
+                is_split = len(places[0]) > _PLAIN_ITEMS
+                self._tensors[texts] = self._whole(places) if is_split else self._tensor(places[0])
+            return self._tensors[texts]
         if isinstance(first, dict):
             trees = [tree for tree in trees if isinstance(tree, dict)]
             keys = list(dict.fromkeys(key for tree in trees for key in tree))
@@ -435,8 +437,9 @@ class _Reader:
             return type(first)(self.join(items) for items in zip(*alike, strict=True))
         return first
 
-    def _tensor(self, place: tuple[Any, ...]) -> torch.Tensor:
-        _, area, at, dtype, shape, stride = place[:_PLAIN_PLACE]
+    def _tensor(self, place: Sequence[Any]) -> torch.Tensor:
+        area, at, name, shape, stride = place[:_PLAIN_ITEMS]
+        dtype = getattr(torch, name.removeprefix("torch."))
         count = math.prod(shape)
         if not count:
             return torch.empty_strided(shape, stride, dtype=dtype)
@@ -454,13 +457,13 @@ class _Reader:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(dtype).as_strided(shape, stride)
 
-    def _whole(self, places: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+    def _whole(self, places: Sequence[Sequence[Any]]) -> torch.Tensor:
         """A whole tensor of its parts. Pages that nothing is written to cost nothing."""
-        whole_shape, filled = places[0][_PLAIN_PLACE], 0
-        whole = torch.empty(whole_shape, dtype=places[0][3])
+        whole_shape, filled = places[0][_PLAIN_ITEMS], 0
+        whole = torch.empty(whole_shape, dtype=getattr(torch, places[0][2].removeprefix("torch.")))
         for place in places:
-            if self._rank is None or self._files[place[1]].head.rank == self._rank:
-                part = whole.as_strided(*place[_PLAIN_PLACE + 1 :])
+            if self._rank is None or self._files[place[0]].head.rank == self._rank:
+                part = whole.as_strided(*place[_PLAIN_ITEMS + 1 :])
                 part.copy_(self._tensor(place))
                 filled += part.numel()
         if self._rank is None and filled < whole.numel():

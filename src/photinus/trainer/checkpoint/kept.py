@@ -77,61 +77,45 @@ def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept
     """
     rank, world_size = place_in_group()
     own = files[local_rank] if files else ()
-    heads = [image.read_head(path) for path in own]
+    heads = [head for head in map(image.read_head, own) if head is not None and head.run == run]
     mine: dict[str, Any] = {
-        "heads": [None if head is None else asdict(head) for head in heads],
+        "heads": [asdict(head) for head in heads],
         "progress": max(map(image.read_progress, own), default=-1),
         "local": [local_rank, len(files)],
     }
     everyone = gather_per_rank(mine)
-    steps = [_usable_steps(each, run, place, world_size) for place, each in enumerate(everyone)]
+    steps = [_usable_steps(each, place, world_size) for place, each in enumerate(everyone)]
     for step in sorted(set.intersection(*steps), reverse=True):
-        side = next(
-            side for side, head in enumerate(heads) if head is not None and (head.run, head.step) == (run, step)
-        )
-        error = ""
+        side, head = _find(own, run, step)
+        damage = ""
         try:
             image.verify(own[side])
-        except CheckpointError as damage:
-            error = str(damage)
-        sides = gather_per_rank([side, error])
-        damaged = [place for place, (_, text) in enumerate(sides) if text]
-        if damaged:
+        except CheckpointError as error:
+            damage = str(error)
+        found = {place: text for place, text in enumerate(gather_per_rank(damage)) if text}
+        if found:
             if rank == 0:
-                warnings.warn(
-                    f"the snapshot of step {step} is not used: on {name_ranks(damaged)}, {sides[damaged[0]][1]}",
-                    RuntimeWarning,
-                    stacklevel=2,
+                text = (
+                    f"the snapshot of step {step} is not used: on {name_ranks([*found])}, {next(iter(found.values()))}"
                 )
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
             continue
-        # The files of a host may hold it on different sides, where an attempt ended while it began another.
-        paths = [_path_of(run, step, pair) for pair in files]
-        content = image.load(paths, rank)
-        head = heads[side]
-        assert head is not None, "it was found by its head"
-        states = {place: state for each in gather_per_rank(_own_rng(content, head)) for place, state in each.items()}
+        # The ranks of a host may hold it on different sides, where an attempt ended while they began another.
+        content = image.load([pair[_find(pair, run, step)[0]] for pair in files], rank)
+        states = dict(gather_per_rank((head.rank, content["rng"][head.rank])))
         content["rng"] = [states.get(place) for place in range(head.world_size)]
         progress = max(each["progress"] for each in everyone)
         return Kept(step, max(0, progress - step), side, content)
     return None
 
 
-def _usable_steps(theirs: Mapping[str, Any], run: str, rank: int, world_size: int) -> set[int]:
+def _usable_steps(theirs: Mapping[str, Any], rank: int, world_size: int) -> set[int]:
     """The steps of which a rank has a snapshot that fits its place."""
-    found = set()
-    for head in (Head(**each) for each in theirs["heads"] if each is not None):
-        same_place = [head.local_rank, head.local_size] == theirs["local"]
-        same_part = not head.split or (head.rank, head.world_size) == (rank, world_size)
-        if head.run == run and same_place and same_part:
-            found.add(head.step)
-    return found
+    heads = [Head(**each) for each in theirs["heads"]]
+    heads = [head for head in heads if [head.local_rank, head.local_size] == theirs["local"]]
+    return {head.step for head in heads if not head.split or (head.rank, head.world_size) == (rank, world_size)}
 
 
-def _path_of(run: str, step: int, pair: Sequence[str]) -> str:
-    heads = {path: image.read_head(path) for path in pair}
-    found = [path for path, head in heads.items() if head is not None and (head.run, head.step) == (run, step)]
-    return found[0] if found else pair[0]
-
-
-def _own_rng(content: Mapping[str, Any], head: Head) -> dict[int, Any]:
-    return {head.rank: content["rng"][head.rank]}
+def _find(pair: Sequence[str], run: str, step: int) -> tuple[int, Head]:
+    heads = enumerate(map(image.read_head, pair))
+    return next((side, head) for side, head in heads if head and (head.run, head.step) == (run, step))
