@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +16,13 @@ from ..errors import CheckpointError
 from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from ..parallel.exchange.tensors import tensors_in
-from ..parallel.zero.split_states import is_split
+from ..parallel.zero.split_states import is_split, own_part
 from .checkpoint.folder import Checkpoint
 from .checkpoint.image import Content
 from .checkpoint.kept import Kept
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
-from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of, unwrap, whole_stream
+from .checkpoint.states import PlainState, check_optimizer_state, inside, load_into, state_of, unwrap, whole_stream
 from .data import rng
 from .data.loader import Loader
 from .record.run_folder import RunFolder
@@ -155,7 +155,7 @@ class Saves:
             if name in streams:
                 continue
             if isinstance(part, (nn.Module, torch.optim.Optimizer)):
-                inner = unwrap(part) if isinstance(part, nn.Module) else part
+                inner = inside(part) if isinstance(part, nn.Module) else part
                 strategy = strategy_of(inner)
                 (own if strategy.splits(inner) else common)[name] = strategy.local_state(inner)
             else:
@@ -273,7 +273,8 @@ class Saves:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return (cast(Any, tensor).to_local() if is_split(tensor) else tensor).data_ptr()
+    address: int = own_part(tensor).data_ptr()
+    return address
 
 
 def _frozen(model: nn.Module) -> list[str]:

@@ -51,7 +51,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _inside(module: nn.Module) -> nn.Module:
+def inside(module: nn.Module) -> nn.Module:
     """Return the user's module, or torch's AveragedModel over it: what has plain names."""
     module = unwrap(module)
     if isinstance(module, AveragedModel) and unwrap(module.module) is not module.module:
@@ -66,7 +66,7 @@ def state_of(value: Any) -> Any:
     Called by all ranks, for what strategies split over the ranks is gathered: on rank 0, what others get is of no use.
     """
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-        part = _inside(value) if isinstance(value, nn.Module) else value
+        part = inside(value) if isinstance(value, nn.Module) else value
         return strategy_of(part).save(part)
     if _has_state(value):
         state = gather_state(value.state_dict())  # such as an average of a split model's weights
@@ -222,7 +222,7 @@ def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
         if name not in states:
             raise CheckpointError(f"{source} holds no {name!r}; it holds {', '.join(map(repr, states)) or 'nothing'}")
         if isinstance(target, nn.Module):
-            _check_module(name, _inside(target), states[name], source)
+            _check_module(name, inside(target), states[name], source)
         if isinstance(target, torch.optim.Optimizer):
             check_optimizer_state(target, states[name], source, objects.values())
 
@@ -272,7 +272,7 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
 
     for name, target in objects.items():
         if isinstance(target, (nn.Module, torch.optim.Optimizer)):
-            part = _inside(target) if isinstance(target, nn.Module) else target
+            part = inside(target) if isinstance(target, nn.Module) else target
             before[name] = strategy_of(part).keep(part)
         elif _has_state(target):
             before[name] = partial(target.load_state_dict, copy_state(target.state_dict(), _CPU))
@@ -289,7 +289,7 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
 def load_into(target: Any, state: Any) -> None:
     """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
     if isinstance(target, nn.Module):
-        module = _inside(target)
+        module = inside(target)
         strategy_of(module).load(module, plain_names(state, module.state_dict().keys()))
     elif isinstance(target, torch.optim.Optimizer):
         # What its own constructor gave: torch adds a name to the defaults while it loads, and not to the groups.

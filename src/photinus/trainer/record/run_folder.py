@@ -94,11 +94,11 @@ class RunFolder:
             RunFolder._begun += 1
 
     @contextmanager
-    def starting_point(self, kept: Kept | None) -> Iterator[Checkpoint | Kept | None]:
+    def starting_point(self, snapshot: Kept | None) -> Iterator[Checkpoint | Kept | None]:
         """The checkpoint to start from, on all ranks, and for the time of the block. Rank 0 chooses it.
 
         Args:
-            kept: a snapshot that all ranks have, to start from if it is newer.
+            snapshot: one that all ranks have, to start from if it is newer.
 
         Raises:
             CheckpointError: `resume` names none.
@@ -111,21 +111,21 @@ class RunFolder:
                 with explain_no_space(self.path, self._least_bytes):
                     self._lock = lock = RunLock(self.path)
                 self._session.at_end(lambda _: lock.close())
-            self._source = choose_source(self.path, self._resume, kept)
+            self._source = choose_source(self.path, self._resume, snapshot)
             return None if isinstance(self._source.checkpoint, Kept) else self._source.checkpoint
 
         with on_all_ranks(choose) as checkpoint:
-            if kept is not None:
-                answer = from_rank_0(partial(self._answer, kept), "choosing between memory and disk")
-                kept = None if answer is None else replace(kept, is_unsaved=answer)
-            yield kept or checkpoint
+            if snapshot is not None:
+                answer = from_rank_0(partial(self._answer, snapshot), "choosing between memory and disk")
+                snapshot = None if answer is None else replace(snapshot, is_unsaved=answer)
+            yield snapshot or checkpoint
 
-    def _answer(self, kept: Kept) -> JSON:
+    def _answer(self, snapshot: Kept) -> JSON:
         """On rank 0: None where the run goes on from disk, else whether the disk lacks a checkpoint from before."""
         if self.path is None or not isinstance(self._source.checkpoint, Kept):
             return None
         folder = CheckpointFolder(self.path / CHECKPOINTS)
-        return max((manifest.step for _, manifest in folder._readable()), default=-1) < kept.saved_step
+        return max((manifest.step for _, manifest in folder._readable()), default=-1) < snapshot.saved_step
 
     def begin(self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None) -> None:
         """The run begins, or goes on, at this position: makes its folder ready, where there is something left to do.
