@@ -54,10 +54,10 @@ def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any]
             sequence[:] = values
             return sequence
         make: Any = getattr(type(data), "_make", type(data))  # of named tuples
-        made = make(values)
+        another = make(values)
         if hasattr(data, "__dict__"):
-            vars(made).update(vars(data))
-        return made
+            vars(another).update(vars(data))
+        return another
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         filled = copy.copy(data)
         for field in dataclasses.fields(data):

@@ -122,7 +122,7 @@ class FullyShardedStrategy(Strategy):
         refuse_renorm(model, self.name)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
-        """What is gathered together; the model itself last."""
+        """The modules that are gathered one by one; the model itself last."""
         units = shard_units(model, self.options.get("shard"))
         # Gathers are matched by their order. Ranks that call different blocks would get each other's parameters.
         by_default = self.options.get("shard") is None

@@ -1,4 +1,4 @@
-"""How workers start: forked from one process that has imported torch (see `warm`), or each as a Python of its own.
+"""The start of workers: forked from one process that has imported torch (see `warm`), or each as a Python of its own.
 
 The program's text decides, before anything runs; the process itself may still find why not.
 """
@@ -64,7 +64,7 @@ class Forked:
 
 
 class StartMethod:
-    """How the workers of a job start, and the launcher's end of the process from which they are forked. One thread.
+    """The choice of how a job's workers start, and the launcher's end of the process that forks them. One thread.
 
     Attributes:
         check: called often while torch is imported; may raise.

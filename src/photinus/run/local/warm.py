@@ -279,8 +279,8 @@ class _Hidden:
         names = [name for name in self._modules if all_of_it or not f"{name}.".startswith(_WITH_TORCH)]
         tops = {module.__name__.partition(".")[0]}
         for top in {name.partition(".")[0] for name in names} - tops:
-            kept = self._modules.get(top)
-            if kept is None or sys.modules.get(top) is kept or (top not in sys.modules and self._found_again(top)):
+            ours = self._modules.get(top)
+            if ours is None or sys.modules.get(top) is kept or (top not in sys.modules and self._found_again(top)):
                 tops.add(top)
         sys.modules.update({name: self._modules[name] for name in names if name.partition(".")[0] in tops})
         if all_of_it:
