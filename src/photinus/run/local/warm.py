@@ -280,7 +280,7 @@ class _Hidden:
         tops = {module.__name__.partition(".")[0]}
         for top in {name.partition(".")[0] for name in names} - tops:
             ours = self._modules.get(top)
-            if ours is None or sys.modules.get(top) is kept or (top not in sys.modules and self._found_again(top)):
+            if ours is None or sys.modules.get(top) is ours or (top not in sys.modules and self._found_again(top)):
                 tops.add(top)
         sys.modules.update({name: self._modules[name] for name in names if name.partition(".")[0] in tops})
         if all_of_it:
