@@ -339,7 +339,7 @@ def test_what_torch_prints_when_it_is_imported_appears_once_for_each_worker(tmp_
     )
     text = "import os\nprint('before', flush=True)\nimport torch\nprint('after', flush=True)"
     ended = run_job("-n", "1", "--cpu", "--start-method", "fork", script(tmp_path, text), PYTHONPATH=str(site))
-    assert ended.out.startswith("before\nat import\n"), ended
+    assert ended.out.startswith("at import\nbefore\n"), ended
     assert ended.out.endswith("after\n")
     assert ended.err == "at start\n"
 
