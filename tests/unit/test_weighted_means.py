@@ -65,7 +65,7 @@ def test_weighted_losses_that_a_body_adds_up_by_itself_are_noticed(every, to_non
         if loop.step % every == 0:
             loop._optimizer.step()
             loop._optimizer.zero_grad(set_to_none=to_none)
-    assert capsys.readouterr().out.count("warning: gradients of several batches add up in step 2, but the") == notices
+    assert capsys.readouterr().out.count("warning: gradients of several batches add up in step 2, but each") == notices
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -64,11 +64,10 @@ class Average(AveragedModel):
         validate: bool = True,
     ) -> None:
         is_model = isinstance(model, nn.Module) and not isinstance(model, AveragedModel)
-        is_function = multi_avg_fn is None or callable(multi_avg_fn)
-        needed = f"multi_avg_fn={multi_avg_fn!r}: needs a function, such as get_ema_multi_avg_fn(0.999)"
+        function = f"multi_avg_fn={multi_avg_fn!r}: needs a function, such as get_ema_multi_avg_fn(0.999)"
         check_all(
             partial(refuse_if, not is_model, TypeError(f"an average of a {type(model).__name__}: needs a model")),
-            partial(refuse_if, not is_function, TypeError(needed)),
+            partial(refuse_if, not (multi_avg_fn is None or callable(multi_avg_fn)), TypeError(function)),
             partial(whole_number, "first_step", first_step, least=1),
             partial(whole_number, "every", every, least=1),
         )
@@ -79,10 +78,7 @@ class Average(AveragedModel):
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], name: str) -> int:
         """A loop begins, after `photinus.wrap` has changed the model. Return the place of the optimizer that steps it.
-
-        Raises:
-            ValueError: none does; says the average's name.
-        """
+        Raises ValueError, with the average's name, if none does."""
         drop_gathered(self.source)
         if not int(self.n_averaged):
             self.module = _copy_of(self.source)

@@ -367,10 +367,8 @@ class Loop:
             self._backwards.check_kept()
         elif weight is not None and not self._told_of_sum and self._accumulate == 1 and self._backwards.adds_up:
             self._told_of_sum = True
-            say(
-                f"warning: gradients of several batches add up in step {self.step}, but the weight of each counts in "
-                f"its batch alone: the step takes a mean of means. Use photinus.Loop(..., accumulate=N) instead"
-            )
+            text = f"gradients of several batches add up in step {self.step}, but each weight counts in its batch alone"
+            say(f"warning: {text}: the step takes a mean of means. Use photinus.Loop(..., accumulate=N) instead")
         counts = weight is None or batch.samples  # not samples that a stream repeats
         own, factor, counted_share = self._means.part(weight if counts else 0, share)
         if weight is None:
@@ -427,10 +425,8 @@ class Loop:
 
     @overload
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
-
     @overload
     def clip(self, *, value: float) -> None: ...
-
     def clip(
         self, max_norm: float | None = None, norm_type: float = 2.0, *, value: float | None = None
     ) -> Tensor | None:

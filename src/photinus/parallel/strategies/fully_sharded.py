@@ -338,13 +338,6 @@ def _make_memory_for_training(model: nn.Module, *_: Any) -> None:
     vars(model)["has_gathered"] = True
 
 
-class _CopyStrategy(Zero3Strategy):
-    """Splits a copy whose values come from the parts of its model."""
-
-    def _start_as_rank_0(self, *_: Any) -> None:
-        """Nothing to do."""
-
-
 def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of a model that FSDP2 has split, split in the same way. All ranks make it; nothing is exchanged.
 
@@ -381,9 +374,9 @@ def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     own, first = {id(memo[id(unit)]) for unit in units}, next(iter(parameters.values()))
     policy = getattr(cast(Any, fully_shard).state(model), "_mp_policy", None)
     options = {"process_group": first.device_mesh.get_group(), "mp_policy": policy}
-    copied: Any = _CopyStrategy(shard=lambda module: id(module) in own, **options).wrap(
-        memo[id(model)], first.to_local().device
-    )
+    strategy = Zero3Strategy(shard=lambda module: id(module) in own, **options)
+    vars(strategy)["_start_as_rank_0"] = lambda *_: None  # the values come from the parts of the model
+    copied: Any = strategy.wrap(memo[id(model)], first.to_local().device)
     with torch.no_grad():
         for ours, theirs in zip(copied.parameters(), parameters.values(), strict=True):
             ours.to_local().copy_(theirs.to_local())

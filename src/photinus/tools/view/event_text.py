@@ -50,7 +50,7 @@ def describe_event(event: Event) -> str:
         "validation": lambda e: f"validation at step {count(e.step)}" + _took(facts.get("validation_s")),
         "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
         "warning": lambda e: f"warning: {printable(facts.get('text'))} (step {count(e.step)})",
-        "stop": lambda e: f"told to stop at step {count(e.step)}" + _why(e),
+        "stop": lambda e: f"told to stop at step {count(e.step)}",
         "error": lambda e: f"failed at step {count(e.step)}: {printable(cause_of(e))}",
         "end": _end,
     }.get(event.kind)
@@ -103,13 +103,10 @@ def _start(event: Event) -> str:
 
 def _end(event: Event) -> str:
     how = str(event.facts.get("how", "finished"))
+    why = f" ({printable(event.facts['text'])})" if event.facts.get("text") else ""
     if how == "finished":
         return f"finished at step {count(event.step)}"
-    return f"{_STATES.get(how, how)} at step {count(event.step)}{_why(event)}"
-
-
-def _why(event: Event) -> str:
-    return f" ({printable(event.facts['text'])})" if event.facts.get("text") else ""
+    return f"{_STATES.get(how, how)} at step {count(event.step)}{why}"
 
 
 def _took(seconds: Any, what: str = "") -> str:
