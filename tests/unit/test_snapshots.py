@@ -146,6 +146,7 @@ def test_without_a_good_snapshot_the_run_continues_from_the_disk(launcher, tmp_p
     assert_same(state, wanted)
 
 
+@pytest.mark.slow
 def test_newer_checkpoint_on_disk_is_taken_instead_of_a_snapshot(launcher, tmp_path):
     with pytest.raises(EndedError):
         train(tmp_path, fail_at=13, epochs=4)
@@ -156,6 +157,7 @@ def test_newer_checkpoint_on_disk_is_taken_instead_of_a_snapshot(launcher, tmp_p
     assert loop.resumed_from.name == "step-00000012"
 
 
+@pytest.mark.slow
 def test_second_loop_of_a_script_continues_from_memory_and_the_first_one_stays_finished(launcher, tmp_path):
     _, wanted = train(tmp_path / "quiet", loops=2)
     with pytest.raises(EndedError):
@@ -166,7 +168,7 @@ def test_second_loop_of_a_script_continues_from_memory_and_the_first_one_stays_f
     assert_same(state, wanted)
 
 
-@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("resume", ["never", pytest.param("auto", marks=pytest.mark.slow)])
 def test_snapshot_counts_like_a_checkpoint_of_the_folder(launcher, tmp_path, resume):
     with pytest.raises(EndedError):
         train(tmp_path, fail_at=4, resume=resume)
@@ -175,6 +177,7 @@ def test_snapshot_counts_like_a_checkpoint_of_the_folder(launcher, tmp_path, res
     assert loop.resumed_from == Path("memory")
 
 
+@pytest.mark.slow
 def test_steps_of_several_batches_are_kept_whole(launcher, tmp_path):
     _, wanted = train(tmp_path / "quiet", accumulate=2)
     with pytest.raises(EndedError):
@@ -216,6 +219,7 @@ def test_loops_without_a_folder_and_those_that_want_none_leave_the_memory_alone(
     assert [os.fstat(descriptor).st_size for descriptor in launcher.descriptors] == [0, 0]
 
 
+@pytest.mark.slow
 def test_failed_copy_turns_snapshots_off_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
     def refuse(self: Any, head: Any) -> None:
         raise OSError("no memory")
@@ -225,6 +229,7 @@ def test_failed_copy_turns_snapshots_off_and_training_goes_on(launcher, tmp_path
     assert capsys.readouterr().out.count("note: no snapshots in memory: rank 0: no memory") == 1
 
 
+@pytest.mark.slow
 def test_default_takes_few_snapshots_where_steps_are_short(launcher, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
