@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.runlog.tables import PHASES, read_window
+from photinus.trainer.checkpoint import image
 from photinus.trainer.data.loader import loader
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, settle
 from tests.small_run import CutOffError, train
@@ -206,3 +208,24 @@ def test_a_trace_lasts_as_long_as_the_device_does(tmp_path: Path, skip: int, rec
             assert shares.backward > 1.3 * shares.forward
     finally:
         dist.destroy_process_group()
+
+
+def test_a_snapshot_has_what_the_device_held_before_the_next_step_was_queued() -> None:
+    descriptor = os.memfd_create("gpu-snapshot")
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    steady, other = torch.zeros(1 << 24, device=DEVICE), torch.zeros(1 << 20, device=DEVICE)
+    content = image.Content({"steady": steady, "other": other}, {}, steady={steady.data_ptr()})
+    file = image.MemoryFile(path)
+    for step in range(3):
+        settle()
+        copy = image.Copy(image.Head("run", step, 0, 1, 0, 1), content)
+        copy.begin(file)
+        other.add_(1)
+        copy.wait_copied()
+        steady.add_(1)
+        assert copy.wait()
+        image.verify(path)
+        found = image.load([path])
+        assert (found["steady"] == step).all()
+        assert (found["other"] == step).all()
+    os.close(descriptor)
