@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from .. import env
 from ..job import status
@@ -110,7 +111,7 @@ class Snapshots:
                 self._error = str(error)
             self._plan(step, self._every or _FIRST_STEPS)
         if self._steps is None:
-            self._steps = OptimizerSteps(began=lambda _: self._wait(), ended=lambda _: None)
+            self._steps = OptimizerSteps(began=_disable_dynamo(lambda _: self._wait()), ended=lambda _: None)
 
     def end(self) -> None:
         """Bodies are over, or left for a while: from now on anything may change."""
