@@ -33,6 +33,9 @@ LOST = "docs/how-to/hosts.md: photinus: LaunchError: the job ended: node1 port 2
 PAIRS = "docs/how-to/ssh.md: From row to column: round trip in ms, bandwidth in Gbit/s"
 SUSPENDED = "docs/how-to/preemption.md: kill -USR1 $!"
 
+MEMORY = "docs/how-to/checkpoints.md: resumed from memory"
+SPAWN = "docs/how-to/start-method.md: start method: spawn"
+
 COMPARED = {  # by how an output's name begins: the test that compares it
     "README.md: ": f"{HERE}: test_the_readme_shows_lines_of_the_tutorial",
     "README.zh-CN.md: ": (
@@ -45,6 +48,8 @@ COMPARED = {  # by how an output's name begins: the test that compares it
     **{f"{page}: cat hosts": f"{HERE}: test_a_file_of_hosts_is_read_as_its_page_says" for page in HOSTS},
     LOST: f"{HERE}: test_a_port_of_another_program_is_reported_as_the_page_shows",
     PAIRS: f"{HERE}: test_pairs_of_hosts_are_printed_as_the_page_shows",
+    MEMORY: f"{HERE}: test_a_resume_from_memory_is_told_as_in_the_tutorial",
+    SPAWN: f"{HERE}: test_a_script_that_is_not_forked_is_told_as_its_page_shows",
     SUSPENDED: f"{HERE}: test_a_suspended_job_prints_what_the_page_shows",
     "examples/nanogpt/README.md: ": (
         "tests/dist/test_examples.py: "
@@ -156,6 +161,20 @@ def test_a_file_of_hosts_is_read_as_its_page_says(page: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     slots = [re.findall(r"^(\w+) slots=(\d+)", line)[0] for line in lines]
     assert re.findall(r"^  (\w+) \(over.*\n    photinus run --nproc-per-node (\d+) ", done.stdout, re.M) == slots
+
+
+def test_a_resume_from_memory_is_told_as_in_the_tutorial() -> None:
+    (line,) = next(lines for name, lines in outputs("docs/how-to/checkpoints.md").items() if name.startswith(MEMORY))
+    assert line in [each for block in blocks("docs/tutorial/failures.md") for each in block.text.splitlines()]
+
+
+def test_a_script_that_is_not_forked_is_told_as_its_page_shows(tmp_path: Path) -> None:
+    (line,) = next(lines for name, lines in outputs("docs/how-to/start-method.md").items() if name.startswith(SPAWN))
+    (tmp_path / "train.py").write_text('import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch\n')
+    words = [sys.executable, "-m", "photinus", "run", "--dry-run", "--cpu", "-n", "1", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert line in done.stdout
 
 
 def test_a_port_of_another_program_is_reported_as_the_page_shows(tmp_path: Path) -> None:

@@ -93,8 +93,14 @@ def test_a_killed_run_ends_as_one_that_nobody_killed_and_says_what_the_page_show
     text = log.read_text()
     (shows,) = (block.text for block in blocks(FAILURES) if block.language == "text")
     found = {alike(line) for line in text.splitlines()}
-    # The launcher may end the other rank before that one notices the loss.
-    assert [line for line in shows.splitlines() if alike(line) not in found and "as a consequence" not in line] == []
+    # The launcher may end the other rank before that one notices the loss. Where the epoch's checkpoint is newer than
+    # the last snapshot, it is resumed from.
+    may_lack = {
+        "as a consequence",
+        *({"resumed from memory"} if "resumed from runs/killed/checkpoints" in text else ()),
+    }
+    missing = [line for line in shows.splitlines() if alike(line) not in found]
+    assert [line for line in missing if not any(words in line for words in may_lack)] == []
     losses = [[row["loss"] for row in read_rows(folder / "runs" / name / "losses.csv")] for name in ("whole", "killed")]
     assert losses[0] == losses[1]
     assert shown == [line for line in run(again, folder).splitlines() if line.startswith("finished already")]

@@ -31,7 +31,7 @@ A = Host("a", 4, None, "hosts:1")
 def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded):
     typed = (
         f"--hostfile hosts {device} --max-restarts 7 --stop-grace 0.5 --preempt-after 9 --use-env --rdzv-id night "
-        "--oversubscribe --role r "
+        "--oversubscribe --start-method spawn --role r "
         "--rdzv-conf join_timeout=30,last_call_timeout=2,heartbeat_timeout=9 --log-dir logs --redirects 0:1,2:3 "
         "--tee 3 --local-ranks-filter 0,2 --no-python ./train --lr 0.1"
     )
