@@ -91,7 +91,7 @@ def main(method: str, folder: str, saves: int, width: int) -> None:
         beside: list[float] = []
         blocked: list[float] = []
         for _ in range(saves):
-            alone += [step() for _ in range(20)]
+            alone += [step() for _ in range(12)]
             began_s = time.perf_counter()
             is_done = METHODS[method](Path(folder), plain, optimizer)
             blocked.append(time.perf_counter() - began_s)
