@@ -124,7 +124,7 @@ def test_the_event_of_a_checkpoint_comes_when_it_is_on_the_disk(tmp_path: Path, 
 def test_a_host_without_room_for_a_copy_writes_at_once(
     tmp_path: Path, world: Any, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_SPARE", 1.0)
+    monkeypatch.setattr(writer, "_MOST_OF_MEMORY", 0.0)
     monkeypatch.setattr(WRITER, "write", None)
     _train(_loop(tmp_path))
     assert CheckpointFolder(tmp_path / "checkpoints").newest() is not None

@@ -23,13 +23,14 @@ from typing import IO, Any
 import torch
 
 from ...errors import CheckpointError
+from ...job.cgroup import free_memory
 from ...job.deaths import name_signal
 from ...parallel.exchange.agreement import JSON, error_class
 
 LEAST_BYTES = 64 << 20
 """Below, writing at once costs less than the process."""
 _LOOK_EVERY_S = 5.0
-_SPARE = 0.2  # of the host's memory, stays free
+_MOST_OF_MEMORY = 0.8  # of what is free
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,9 @@ class Writer:
         self._began_s = 0.0
 
     def has_room(self, needed_bytes: int) -> bool:
-        """Return whether a copy of a state fits into the host's memory beside the rest."""
-        pages = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
-        free, all_bytes = (each * os.sysconf("SC_PAGE_SIZE") for each in pages)
+        """Return whether a copy of a state fits into the memory of the host and of this control group."""
         has = os.fstat(self._memory).st_size if self._memory >= 0 else 0
-        return needed_bytes - has < free - _SPARE * all_bytes
+        return needed_bytes - has < _MOST_OF_MEMORY * free_memory()
 
     def write(self, order: Order, content: Mapping[str, Any]) -> None:
         """Copies the content (see PlainState), and lets it be written. The order before must have been collected.
