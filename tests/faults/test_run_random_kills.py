@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from photinus import env
 from tests.dist.test_run import DEADLINE_S, RunningJob, script
 from tests.dist.test_run_hosts import free_port
 
@@ -57,7 +58,8 @@ def workers(mark: str) -> dict[int, int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"run/local/worker.py" in words and "RANK" in environ:
+        # The process that workers are forked from looks like one at its start, but has no file for its status.
+        if b"run/local/worker.py" in words and environ.get(env.STATUS_FILE.name, "").startswith("/proc/"):
             found[pid] = int(environ["RANK"])
     return found
 

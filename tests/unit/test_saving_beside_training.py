@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,3 +155,15 @@ def test_what_went_wrong_is_raised_by_the_next_save_or_at_the_end(tmp_path: Path
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, world: Any, beside: None) -> None:
     with pytest.raises(TypeError, match="cannot be saved"):
         photinus.save(tmp_path / "x.pt", wait=False, thing=os)
+
+
+@pytest.mark.parametrize("folder", ["here", "file"])
+def test_a_script_that_ends_without_the_end_of_a_session_waits_for_its_file(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "file").write_text("in the way")
+    path = tmp_path / folder / "x.pt"
+    text = f"import photinus; photinus.init(device='cpu'); photinus.save({str(path)!r}, wait=False, step=1)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (0 if folder == "here" else 1), done.stderr
+    assert path.exists() == (folder == "here")
+    assert ("x.pt could not be written" in done.stderr) == (folder == "file")

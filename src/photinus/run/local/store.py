@@ -110,7 +110,7 @@ class StoreProcess:
                 [sys.executable, "-m", "photinus.run.local.store", str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
                 start_new_session=True,
             )
 

@@ -168,9 +168,9 @@ class _Fresh:
         self._show(["photinus-warm"], "photinus-warm")
         self._modules, self._path, self._filters = modules, list(sys.path), len(warnings.filters)
 
-    def new(self) -> set[str]:
-        """Return the modules that the imports have brought."""
-        return sys.modules.keys() - self._modules
+    def new(self) -> list[str]:
+        """Return the modules that the imports have brought, in their order, which is that of their end, too."""
+        return [name for name in sys.modules if name not in self._modules]
 
     def become_worker(self, fds: Sequence[int], middle: int) -> None:
         """Make this process, just forked, the worker of an order."""
@@ -198,6 +198,8 @@ class _Fresh:
             os.close(fd)
         os.environ.clear()
         os.environ.update(order["environ"])
+        if "threading" in sys.modules:  # which took it from the process that was forked
+            sys.modules["threading"].main_thread()._set_native_id()
         _draw_again(sys.modules)
         if not order["words"]:
             sys.path[:] = order["path"]

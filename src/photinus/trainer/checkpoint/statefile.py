@@ -8,8 +8,11 @@ the archive's own checksums.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
+import sys
 import zipfile
 from collections.abc import Mapping
 from functools import partial
@@ -71,6 +74,7 @@ def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> No
             if wait or not FILE_WRITER.has_room(plain.needed_bytes):
                 write_state_file(path, plain.value)
             else:
+                _finish_at_exit()
                 FILE_WRITER.write(Order(str(path.absolute())), plain.value)
 
 
@@ -78,6 +82,25 @@ def finish_writing() -> None:
     """Waits for the file that `save(wait=False)` is writing on this rank. Raises as `save` does."""
     if FILE_WRITER.is_busy:
         FILE_WRITER.collect()
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """For scripts that end without the end of a session: an error makes the exit code 1, as elsewhere."""
+    owner = os.getpid()
+
+    def finish() -> None:
+        if os.getpid() != owner:
+            return
+        try:
+            finish_writing()
+        except Exception as error:  # noqa: BLE001 - Python would print it, and exit with code 0
+            print(f"photinus: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
+        FILE_WRITER.close()
+
+    atexit.register(finish)
 
 
 def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **objects: Any) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class Writer:
     def _start(self) -> None:
         self._memory = os.memfd_create("photinus-saving")
         environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environ["PYTHONSAFEPATH"] = "1"  # a file in the working directory may have a library's name
         self._process = subprocess.Popen(
             [sys.executable, "-m", "photinus.trainer.checkpoint.writer_process", str(self._memory), str(os.getpid())],
             pass_fds=[self._memory],

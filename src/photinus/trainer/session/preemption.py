@@ -38,6 +38,7 @@ from ...errors import CollectiveTimeoutError, PhotinusError
 from ...job import status
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import place_in_group
+from ..checkpoint.statefile import finish_writing
 
 EXIT_CODE = 75
 """What a process that has suspended itself leaves with: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -98,6 +99,7 @@ def suspend(words: str = "") -> NoReturn:
     Raises:
         Suspended: always. It is a SystemExit with code 75, so `with` blocks close in order.
     """
+    finish_writing()
     raise Suspended(words)
 
 
