@@ -1,4 +1,4 @@
-"""What `photinus.Loop` adds to a step beside a plain loop, in processor time, in turns; one process.
+"""Measures the processor time that `photinus.Loop` adds to a step of a plain loop, in turns; one process.
 
     python benchmarks/loop.py --out benchmarks/results/loop.json
 

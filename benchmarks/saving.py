@@ -1,4 +1,4 @@
-"""What saving costs training: steps beside a save, and the time that a save blocks, with photinus and with others.
+"""Measures the cost of saving: steps beside a save, and the time that it blocks, with photinus and with others.
 
     sudo python benchmarks/saving.py --out benchmarks/results/saving.json
 

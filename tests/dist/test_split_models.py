@@ -66,7 +66,7 @@ def _worst(model: nn.Module, reference: nn.Module) -> float:
 
 
 def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
-    """What this rank says of every case."""
+    """Run every case; return its result on this rank."""
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     inputs = torch.randn(2, 4, 4)
@@ -139,7 +139,7 @@ def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
 
 @cache
 def said(strategy: str) -> list[dict[str, Any]]:
-    """What the ranks say."""
+    """Return the results of both ranks."""
     function, arguments = f"{__name__}:cases", {"strategy": strategy}
     return values(run_ranks(function, world_size=2, backend="gloo", arguments=arguments))
 

@@ -20,7 +20,7 @@ WAYS = ("fork", "spawn")
 
 
 def lines(folder: Path, way: str, text: str, *words: str, **environ: str) -> list[str]:
-    """What two workers print, without the marks of ranks; each line once."""
+    """Return the lines that two workers print, without the marks of ranks, each once."""
     ended = run_job("--nproc-per-node", "2", "--cpu", "--start-method", way, *words, script(folder, text), **environ)
     assert ended.code == 0, ended.err
     return sorted({line.partition("] ")[2] if line[:1] == "[" else line for line in ended.out.splitlines()})

@@ -94,7 +94,7 @@ class Run:
             time.sleep(0.005)
 
     def wait_for_steps(self, more: int) -> None:
-        """Until so many more steps are finished."""
+        """Wait until this number of steps more is finished."""
         wanted, deadline = self.finished() + more, time.monotonic() + DEADLINE_S
         while self.finished() < wanted:
             assert self.job.poll() is None, self.printed()

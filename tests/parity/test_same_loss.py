@@ -152,8 +152,8 @@ def train_with_a_loop_of_ones_own(rank: int, world_size: int, weighted: bool) ->
             photinus.backward(loss) if weighted else loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    told = [str(each.message) for each in caught if "more samples" in str(each.message)]
-    return [value.tolist() for value in photinus.unwrap(model).parameters()], told
+    warned = [str(each.message) for each in caught if "more samples" in str(each.message)]
+    return [value.tolist() for value in photinus.unwrap(model).parameters()], warned
 
 
 def test_a_loop_of_ones_own_is_weighted_by_photinus_backward_and_warned_without() -> None:

@@ -73,8 +73,8 @@ def test_the_summary_and_the_events_say_why(tmp_path: Path) -> None:
     loop, steps = run(EarlyStopping("right", patience=3), out=tmp_path)
     reason = "right did not rise above 0.8000 in the last 3 rows"
     assert loop.summary().startswith(f"stopped: 8 of 10 epochs done, step 24 ({reason}), loss ")
-    told = [describe_event(event) for event in read_events(tmp_path) if event.kind in ("stop", "end")]
-    assert told == ["told to stop at step 24", f"stopped early at step 24 ({reason})"]
+    texts = [describe_event(event) for event in read_events(tmp_path) if event.kind in ("stop", "end")]
+    assert texts == ["told to stop at step 24", f"stopped early at step 24 ({reason})"]
     assert steps == list(range(1, 25))
     assert loop.checkpoint == tmp_path / "checkpoints" / "step-00000024"
 

@@ -194,7 +194,7 @@ def test_finished_run_gives_its_memory_back(launcher, tmp_path):
     assert "snapshots every step, in " in loop.summary()
 
 
-def test_too_little_memory_is_told_once_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
+def test_too_little_memory_gives_one_note_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(snapshots, "free_memory", lambda: 1000)
     loop, _ = train(tmp_path)
     assert loop.finished
@@ -208,8 +208,8 @@ def test_without_our_launcher_there_are_no_snapshots_and_one_line_if_they_were_a
 ):
     monkeypatch.delenv("PHOTINUS_SNAPSHOTS")
     assert train(tmp_path, every=every)[0].finished
-    told = capsys.readouterr().out.count("note: no snapshots in memory: only `photinus run` keeps them")
-    assert told == lines
+    notes = capsys.readouterr().out.count("note: no snapshots in memory: only `photinus run` keeps them")
+    assert notes == lines
 
 
 @pytest.mark.parametrize(("out", "every"), [(False, 1), (True, 0)])

@@ -277,7 +277,7 @@ class RunFolder:
 
     @staticmethod
     def settle() -> None:
-        """Waits for the checkpoint that is being written, where a failure can only be told. For any rank."""
+        """Waits for the checkpoint that is being written; a failure is a warning. For any rank."""
         folder = RunFolder._writing
         try:
             if folder is not None:
