@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import photinus
+from photinus.trainer.checkpoint import copies
 from photinus.trainer.checkpoint.folder import CheckpointFolder
 from photinus.trainer.checkpoint.writer import WRITER
-from photinus.trainer.record import run_folder
 from tests.ranks import run_ranks, values
 from tests.small_run import train
 
 
 def train_beside(rank: int, world_size: int, out: str, strategy: str, least_bytes: int) -> list[Any]:
     """The name of the last checkpoint of a run, and its files."""
-    run_folder.LEAST_BYTES = least_bytes
+    copies.LEAST_BYTES = least_bytes
     with photinus.init("gloo", "cpu", seed=3):
         plain = torch.nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -56,7 +56,7 @@ def test_every_strategys_states_are_written_as_if_at_once(tmp_path: Path, strate
 
 def lose_the_writer(rank: int, world_size: int, out: str) -> str:
     """The error of a rank, after the process that writes was killed."""
-    run_folder.LEAST_BYTES = 0
+    copies.LEAST_BYTES = 0
 
     def kill(step: int) -> None:
         if WRITER._process is None or step not in (8, 9):

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.runlog.tables import PHASES, read_window
-from photinus.trainer.checkpoint import image
+from photinus.trainer.checkpoint import image, image_reader
 from photinus.trainer.data.loader import loader
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, settle
 from tests.small_run import CutOffError, train
@@ -224,8 +224,8 @@ def test_a_snapshot_has_what_the_device_held_before_the_next_step_was_queued() -
         copy.wait_copied()
         steady.add_(1)
         assert copy.wait()
-        image.verify(path)
-        found = image.load([path])
+        image_reader.verify(path)
+        found = image_reader.load([path])
         assert (found["steady"] == step).all()
         assert (found["other"] == step).all()
     os.close(descriptor)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint import image
+from photinus.trainer.checkpoint import image_reader
 from photinus.trainer.checkpoint.image import HEAD_BYTES, Content, Copy, Head, MemoryFile
 
 
@@ -33,7 +33,7 @@ class Host:
         for copy in copies:
             assert copy.wait()
         for path in self.paths:
-            image.verify(path)
+            image_reader.verify(path)
         return copies
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ def test_state_comes_back_as_it_was_and_each_byte_is_copied_once(host):
     equal = addresses(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "position": {"step": 7, "x": (1, None)}}
     copies = host.write([Content(state, {"rng": {rank: torch.arange(rank)}}, equal, equal) for rank in range(3)])
-    found = image.load(host.paths)
+    found = image_reader.load(host.paths)
     rng = found.pop("rng")
     assert_equal(found, state)
     assert_equal(rng, {rank: torch.arange(rank) for rank in range(3)})
@@ -124,7 +124,7 @@ def test_tensors_of_odd_layouts_types_and_sizes_come_back(host):
     everything = frozenset(each.data_ptr() for each in state["x"].values() if not each.is_sparse)
     for equal in (frozenset(), everything):
         host.write([Content(state, {}, equal, equal)] * 3)
-        found = image.load(host.paths)["x"]
+        found = image_reader.load(host.paths)["x"]
         for name, tensor in state["x"].items():
             assert torch.equal(found[name].to_dense(), tensor.to_dense()), name
         assert found["transposed"].stride() == base.t().stride()
@@ -135,7 +135,7 @@ def test_what_was_one_tensor_under_two_names_stays_one(host):
     for own in (False, True):
         state = {"model": {"a": tied, "b": tied.detach()}}
         host.write([Content({} if own else state, state if own else {})] * 3)
-        found = image.load(host.paths)["model"]
+        found = image_reader.load(host.paths)["model"]
         assert found["a"] is found["b"]
 
 
@@ -146,7 +146,7 @@ def test_states_that_ranks_hold_in_parts_are_joined_in_the_order_of_the_paramete
         contents.append(Content({"position": 1}, {"optimizer": {"state": state, "param_groups": [{"lr": 0.1}]}}))
     host.write(contents)
     for rank in (None, 1):
-        found = image.load(host.paths, rank)
+        found = image_reader.load(host.paths, rank)
         assert list(found["optimizer"]["state"]) == list(range(7))
         assert all(float(s["exp_avg"][0]) == index for index, s in found["optimizer"]["state"].items())
         assert found["optimizer"]["param_groups"] == [{"lr": 0.1}]
@@ -154,7 +154,7 @@ def test_states_that_ranks_hold_in_parts_are_joined_in_the_order_of_the_paramete
 
 def test_a_rank_gets_back_what_it_had_of_its_own(host):
     host.write([Content({}, {"model": {"buffer": torch.tensor(rank)}}) for rank in range(3)])
-    assert [int(image.load(host.paths, rank)["model"]["buffer"]) for rank in (None, 0, 1, 2)] == [0, 0, 1, 2]
+    assert [int(image_reader.load(host.paths, rank)["model"]["buffer"]) for rank in (None, 0, 1, 2)] == [0, 0, 1, 2]
 
 
 def test_what_changes_while_it_is_copied_makes_the_image_not_count(host):
@@ -166,7 +166,7 @@ def test_what_changes_while_it_is_copied_makes_the_image_not_count(host):
     versions_are_taken(host.files[0])
     assert not copy.wait()
     assert copy.changed == {tensor.data_ptr()}
-    assert image.read_head(host.paths[0]) is None
+    assert image_reader.read_head(host.paths[0]) is None
 
 
 def test_what_changes_after_the_copy_does_not_matter(host):
@@ -176,7 +176,7 @@ def test_what_changes_after_the_copy_does_not_matter(host):
     copy.wait_copied()
     tensor.add_(1)
     assert copy.wait()
-    assert not image.load(host.paths[:1])["x"].any()
+    assert not image_reader.load(host.paths[:1])["x"].any()
 
 
 def test_what_is_not_steady_is_copied_before_begin_returns(host):
@@ -185,7 +185,7 @@ def test_what_is_not_steady_is_copied_before_begin_returns(host):
     copy.begin(host.files[0])
     tensor.add_(1)
     assert copy.wait()
-    assert not image.load(host.paths[:1])["x"].any()
+    assert not image_reader.load(host.paths[:1])["x"].any()
 
 
 def test_every_one_of_1000_random_flips_is_refused(host):
@@ -195,26 +195,26 @@ def test_every_one_of_1000_random_flips_is_refused(host):
     progress = range(HEAD_BYTES - 16, HEAD_BYTES)  # no part of the image
     for _ in range(1000):
         rank = chance.randrange(3)
-        head = image.read_head(host.paths[rank])
+        head = image_reader.read_head(host.paths[rank])
         assert head is not None
         at = chance.choice([chance.randrange(HEAD_BYTES - 16), chance.randrange(HEAD_BYTES, head.bytes)])
         assert at not in progress
         byte = os.pread(host.descriptors[rank], 1, at)
         os.pwrite(host.descriptors[rank], bytes([byte[0] ^ 1 << chance.randrange(8)]), at)
         with pytest.raises(CheckpointError, match="damaged"):
-            image.verify(host.paths[rank])
+            image_reader.verify(host.paths[rank])
         os.pwrite(host.descriptors[rank], byte, at)
-        image.verify(host.paths[rank])
+        image_reader.verify(host.paths[rank])
 
 
 def test_files_of_two_steps_do_not_make_an_image(host):
     host.write([Content({"x": 1}, {})] * 3, step=7)
     Copy(Head("run", 8, 1, 3, 1, 3), Content({"x": 1}, {})).begin(host.files[1])
     with pytest.raises(CheckpointError, match="another image"):
-        image.load(host.paths)
+        image_reader.load(host.paths)
 
 
 def test_progress_is_kept_beside_the_image(host):
     host.files[0].note_progress(41)
-    assert image.read_progress(host.paths[0]) == 41
-    assert [image.read_progress(path) for path in [host.paths[1], "/nowhere"]] == [-1, -1]
+    assert image_reader.read_progress(host.paths[0]) == 41
+    assert [image_reader.read_progress(path) for path in [host.paths[1], "/nowhere"]] == [-1, -1]

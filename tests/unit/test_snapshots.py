@@ -15,7 +15,7 @@ from torch import nn
 
 import photinus
 from photinus.trainer import snapshots
-from photinus.trainer.checkpoint import image
+from photinus.trainer.checkpoint import image, image_reader
 from photinus.trainer.record.run_folder import RunFolder
 
 
@@ -42,13 +42,13 @@ class Launcher:
         for thread in threading.enumerate():
             if thread.name == "photinus-snapshot":  # of an attempt that has ended
                 thread.join(30)
-        heads = [image.read_head(path) for path in self.paths]
+        heads = [image_reader.read_head(path) for path in self.paths]
         return sorted(head.step for head in heads if head is not None)
 
     def damage(self, step: int) -> None:
         """Flips a bit of a snapshot."""
         for path, descriptor in zip(self.paths, self.descriptors, strict=True):
-            head = image.read_head(path)
+            head = image_reader.read_head(path)
             if head is not None and head.step == step:
                 at = head.bytes - 70
                 os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 4]), at)

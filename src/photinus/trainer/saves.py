@@ -7,22 +7,27 @@ import warnings
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..job.world import World
 from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from ..parallel.exchange.tensors import tensors_in
 from ..parallel.zero.split_states import is_split, own_part
+from .checkpoint import copies
+from .checkpoint.copies import Copied
 from .checkpoint.folder import Checkpoint
 from .checkpoint.image import Content
 from .checkpoint.kept import Kept
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
 from .checkpoint.states import PlainState, check_optimizer_state, inside, load_into, state_of, unwrap, whole_stream
+from .checkpoint.writer import WRITER
 from .data import rng
 from .data.loader import Loader
 from .record.run_folder import RunFolder
@@ -56,7 +61,7 @@ class Saves:
         self._beside = {_shown(name): item for name, item in others.items()}
         modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
         self._settings = Settings({"optimizer": optimizer, **self._beside}, {"": model, **modules})
-        self._rows_saved, self._warned_of_rows = 0, False
+        self._rows_saved, self._warned_of_rows, self._is_parted = 0, False, False
 
     def check(self) -> None:
         """Refuses what could not be saved or put back, before there is work to lose. All ranks call it together.
@@ -93,22 +98,32 @@ class Saves:
             CheckpointError, OSError, ValueError: it could not be written; every rank raises.
         """
         step = position.step
-        states = gather_per_rank(rng.capture())
-        stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
-        with together(f"gathering what to save at step {step}"):
-            trained = {
-                "model": state_of(self._model),
-                "optimizer": state_of(self._optimizer),
-                **{name: state_of(item) for name, item in self._others.items()},
-            }
+        mine: dict[str, Any] = {"rng": rng.capture(), "bytes": self._bytes()}
+        everyone = gather_per_rank(mine)
+        numbers = {"rng": [each["rng"] for each in everyone]}
+        size = sum(each["bytes"] for each in everyone) if self.splits() else everyone[0]["bytes"]
+        copied, trained = None, dict[str, Any]()
+        if size >= copies.LEAST_BYTES:
+            content = self._image(position, self.whole_streams(position), (), numbers)
+            session = self._session
+            place = World(session.rank, session.world_size, session.local_rank, session.local_world_size)
+            copied = WRITER.copies.take(content, place, step, folder.checkpoints)
+        if copied is None:
+            stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
+            with together(f"gathering what to save at step {step}"):
+                trained = {
+                    "model": state_of(self._model),
+                    "optimizer": state_of(self._optimizer),
+                    **{name: state_of(item) for name, item in self._others.items()},
+                    **({} if stream is None else {_STREAM: stream}),
+                }
 
         def write() -> str | None:
-            content = {
-                **trained,
-                **({} if stream is None else {_STREAM: stream}),
-                **self._facts(position),
-                "rng": states,
-            }
+            state: Mapping[str, Any] | Copied | None = copied
+            if state is None:
+                state = {**trained, **self._facts(position), **numbers}
+                if size >= copies.LEAST_BYTES:
+                    state = WRITER.copies.alone(Content(state, {})) or state
             # A row's checkpoint may have had to wait for the next step of the optimizer.
             rows = position.history
             is_rows = bool(rows) and (rows[-1]["step"] == step or len(rows) > self._rows_saved)
@@ -122,15 +137,24 @@ class Saves:
                 )
             self._rows_saved = len(rows)
             description = position.description(self._spec.length.describe(position))
-            path = folder.save(step, content, description, rows[-1] if is_rows else None)
+            path = folder.save(step, state, description, rows[-1] if is_rows else None)
             return None if path is None else str(path)
 
         path = from_rank_0(write, f"saving the checkpoint of step {step} in {folder.path}", is_long=True)
+        self._is_parted = copied is not None and copied.hosts > 1
+        if copied is not None and self._is_parted:
+            with together(f"saving parts of the checkpoint of step {step} in {folder.path}"):
+                if copied.host and copied.files:
+                    folder.join_in(step, copied)
         return None if path is None else Path(path)
 
     def collect(self, folder: RunFolder) -> Path | None:
         """Waits for the checkpoint that is being written; returns its path. Raises as `save` does, on all ranks."""
-        path = from_rank_0(lambda: str(folder.collect() or ""), f"writing a checkpoint in {folder.path}", is_long=True)
+        doing = f"writing a checkpoint in {folder.path}"
+        if self._is_parted:  # all that write wait
+            with together(doing, is_long=True):
+                folder.collect()
+        path = from_rank_0(lambda: str(folder.collect() or ""), doing, is_long=True)
         return Path(path) if path else None
 
     def whole_streams(self, position: Position) -> dict[str, Any]:
@@ -146,8 +170,17 @@ class Saves:
             streams: from `whole_streams`.
             unsteady: addresses of tensors that were seen to change otherwise than by optimizer steps.
         """
-        common = {**streams, **self._facts(position)}
-        own: dict[str, Any] = {"rng": {self._session.rank: rng.capture()}}
+        return self._image(position, streams, unsteady, {}, {"rng": {self._session.rank: rng.capture()}})
+
+    def _image(
+        self,
+        position: Position,
+        streams: Mapping[str, Any],
+        unsteady: Collection[int],
+        common: Mapping[str, Any],
+        own: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Content:
+        common, own = {**streams, **self._facts(position), **common}, {**own}
         parts = {"model": self._model, "optimizer": self._optimizer, **self._others}
         modules = [each for each in parts.values() if isinstance(each, nn.Module)]
         optimizers = [each for each in parts.values() if isinstance(each, torch.optim.Optimizer)]
@@ -175,6 +208,13 @@ class Saves:
                 if is_known and _address(parameter) in equal:
                     equal |= states
         return Content(common, own, equal, steady - set(unsteady))
+
+    def _bytes(self) -> int:
+        """About how much of a state this rank holds."""
+        parts = [self._model, self._optimizer, *self._others.values()]
+        held = [[*p.parameters(), *p.buffers()] for p in parts if isinstance(p, nn.Module)]
+        held += [tensors_in(dict(p.state)) for p in parts if isinstance(p, torch.optim.Optimizer)]
+        return sum(own_part(each).nbytes for tensors in held for each in tensors)
 
     def splits(self) -> bool | None:
         """Return whether a strategy splits what is trained; None: ranks hold different whole models on purpose."""

@@ -32,7 +32,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)  # what file
 
 BLOCK_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
-_MOST_THREADS = 4  # more than memory bandwidth asks for
+MOST_THREADS = 4  # more than memory bandwidth asks for
 
 _File = TypeVar("_File", bound="DurableFile")
 
@@ -104,15 +104,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def temporary(path: Path) -> Path:
+def temporary(path: Path, token: str = "") -> Path:
     """A fresh name beside `path` for what will be renamed to it; `remove_debris` knows such names."""
-    return path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+    return path.with_name(f"{_TEMPORARY}{path.name}-{token or secrets.token_hex(4)}")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, token: str = "") -> Iterator[Path]:
     """A block that writes a file or folder durably, under another name: it then takes the place of `path`, or goes."""
-    unfinished = temporary(path)
+    unfinished = temporary(path, token)
     try:
         yield unfinished
         os.replace(unfinished, path)
@@ -287,7 +287,7 @@ def file_digest(path: Path, end: int | None = None) -> tuple[int, str]:
         if len(starts) < 2:
             blocks = [_block_digest(descriptor, start, size) for start in starts]
         else:
-            threads = min(_MOST_THREADS, len(starts), len(os.sched_getaffinity(0)))
+            threads = min(MOST_THREADS, len(starts), len(os.sched_getaffinity(0)))
             with ThreadPoolExecutor(threads, thread_name_prefix="photinus-digest") as pool:
                 blocks = list(pool.map(lambda start: _block_digest(descriptor, start, size), starts))
     finally:

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,9 @@ from .durable import (
 )
 from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
 from .states import PlainState, require_whole, state_of
+
+if TYPE_CHECKING:
+    from .parts import Parts  # imports much of torch
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
@@ -167,6 +170,8 @@ class CheckpointFolder:
         *,
         description: Mapping[str, JSON],
         metric: float | None = None,
+        parts: Parts | None = None,
+        token: str = "",
     ) -> Path:
         """Writes a checkpoint, then deletes those that need no longer be kept. One process at a time, normally rank 0.
 
@@ -178,6 +183,8 @@ class CheckpointFolder:
             state: by entry (letters, digits, `_`, `.`, `-`): objects with state_dict, or plain states.
             description: what a reader wants to know without loading: JSON.
             metric: the value that `best` names; None and NaN: never the best.
+            parts: more entries, which other hosts may write, too.
+            token: ends the name of the folder while it is written, for them to find it.
 
         Raises:
             TypeError, ValueError: an argument cannot be saved.
@@ -189,7 +196,7 @@ class CheckpointFolder:
         described = json.loads(json.dumps(dict(description)))  # raises before anything is written
         if metric is not None and self._metric_name is not None:
             described[_METRIC_NAME] = self._metric_name
-        wrong = [entry for entry in state if not ENTRY.fullmatch(entry)]
+        wrong = [entry for entry in (*state, *(parts.entries if parts else ())) if not ENTRY.fullmatch(entry)]
         if wrong or not state:
             told = (
                 f"entry {wrong[0]!r} cannot name a file: use letters, digits, '_', '.' and '-'" if wrong else "no state"
@@ -200,13 +207,14 @@ class CheckpointFolder:
             require_whole(value, entry)
         plain = {entry: PlainState(state_of(value), entry) for entry, value in state.items()}
         needed_bytes = sum(part.needed_bytes for part in plain.values()) + _MANIFEST_BYTES
+        needed_bytes += parts.needed_bytes if parts else 0
         try:
             with explain_no_space(self.folder, needed_bytes):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 # What a killed process has left may be the space that is lacking.
                 self.remove_debris()
                 with lock_folder(self.folder):
-                    path = self._write(step, plain, needed_bytes, described, metric)
+                    path = self._write(step, plain, needed_bytes, described, metric, parts, token)
                     # Never before: until the new one is complete, the old ones are all that there is.
                     self._delete_old()
         except OSError as error:
@@ -240,13 +248,20 @@ class CheckpointFolder:
         return self._first_good([path for path, _ in self._by_metric()])
 
     def _write(
-        self, step: int, plain: Mapping[str, PlainState], needed_bytes: int, description: Any, metric: float | None
+        self,
+        step: int,
+        plain: Mapping[str, PlainState],
+        needed_bytes: int,
+        description: Any,
+        metric: float | None,
+        parts: Parts | None,
+        token: str,
     ) -> Path:
         require_space(self.folder, needed_bytes)
         path = self._free_path(step)
-        with replacing(path) as unfinished:
+        with replacing(path, token) as unfinished:
             unfinished.mkdir()
-            files = {}
+            files = parts.write(unfinished) if parts else {}
             for entry, part in plain.items():
                 with DurableFile(unfinished / file_name(entry)) as file:
                     torch.save(part.value, file)  # type: ignore[arg-type]

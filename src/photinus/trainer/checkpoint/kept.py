@@ -14,7 +14,7 @@ from ... import env
 from ...errors import CheckpointError
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group
-from . import image
+from . import image_reader
 from .image import Head
 
 
@@ -62,7 +62,7 @@ def key_of(run: str) -> str:
 
 def is_kept(run: str) -> bool:
     """Return whether this host has snapshots of a run."""
-    heads = [image.read_head(path) for pair in snapshot_files() for path in pair]
+    heads = [image_reader.read_head(path) for pair in snapshot_files() for path in pair]
     return any(head is not None and head.run == key_of(run) for head in heads)
 
 
@@ -77,10 +77,10 @@ def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept
     """
     rank, world_size = place_in_group()
     own = files[local_rank] if files else ()
-    heads = [head for head in map(image.read_head, own) if head is not None and head.run == run]
+    heads = [head for head in map(image_reader.read_head, own) if head is not None and head.run == run]
     mine: dict[str, Any] = {
         "heads": [asdict(head) for head in heads],
-        "progress": max(map(image.read_progress, own), default=-1),
+        "progress": max(map(image_reader.read_progress, own), default=-1),
         "local": [local_rank, len(files)],
     }
     everyone = gather_per_rank(mine)
@@ -89,7 +89,7 @@ def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept
         side, head = _find(own, run, step)
         damage = ""
         try:
-            image.verify(own[side])
+            image_reader.verify(own[side])
         except CheckpointError as error:
             damage = str(error)
         found = {place: text for place, text in enumerate(gather_per_rank(damage)) if text}
@@ -101,7 +101,7 @@ def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             continue
         # The ranks of a host may hold it on different sides, where an attempt ended while they began another.
-        content = image.load([pair[_find(pair, run, step)[0]] for pair in files], rank)
+        content = image_reader.load([pair[_find(pair, run, step)[0]] for pair in files], rank)
         states = dict(gather_per_rank((head.rank, content["rng"][head.rank])))
         content["rng"] = [states.get(place) for place in range(head.world_size)]
         progress = max(each["progress"] for each in everyone)
@@ -117,5 +117,5 @@ def _usable_steps(theirs: Mapping[str, Any], rank: int, world_size: int) -> set[
 
 
 def _find(pair: Sequence[str], run: str, step: int) -> tuple[int, Head]:
-    heads = enumerate(map(image.read_head, pair))
+    heads = enumerate(map(image_reader.read_head, pair))
     return next((side, head) for side, head in heads if head and (head.run, head.step) == (run, step))

@@ -34,6 +34,7 @@ from .durable import (
     require_space,
 )
 from .folder import find_checkpoint, on_all_ranks, seen_by_all
+from .image import Content
 from .states import PlainState, apply_states, check_states, state_of
 from .writer import FILE_WRITER, Order
 
@@ -70,12 +71,12 @@ def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> No
             raise ValueError(f"nothing to save in {path}: give it by name, as in save(path, model=model, epoch=3)")
         states = {name: state_of(value) for name, value in state.items()}  # on all ranks: some exchange for theirs
         if place_in_group()[0] == 0:
-            plain = PlainState(states, "state")
-            if wait or not FILE_WRITER.has_room(plain.needed_bytes):
-                write_state_file(path, plain.value)
+            copied = None if wait else FILE_WRITER.copies.alone(Content({"state": states}, {}))
+            if copied is None:
+                write_state_file(path, states)
             else:
                 _finish_at_exit()
-                FILE_WRITER.write(Order(str(path.absolute())), plain.value)
+                FILE_WRITER.write(Order(str(path.absolute())), copied)
 
 
 def finish_writing() -> None:

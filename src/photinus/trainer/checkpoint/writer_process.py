@@ -1,8 +1,9 @@
-"""Writes what another process has put into memory, in the formats of checkpoints and state files (see writer.py).
+"""Writes what the ranks of a host have put into memory, in the formats of checkpoints and state files (see writer.py).
 
-    python -m photinus.trainer.checkpoint.writer_process MEMORY PARENT_PID
+    python -m photinus.trainer.checkpoint.writer_process PARENT_PID
 
-It has a low priority. When its parent is gone, it finishes what it writes, unless it is asked to end, and ends.
+Orders come over the socket that is its standard input. It has a low priority. When its parent is gone, it finishes what
+it writes, unless it is asked to end, and ends.
 """
 
 from __future__ import annotations
@@ -10,30 +11,57 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .folder import CheckpointFolder
+from .image_reader import Reader, load, open_files, read_skeleton
 from .statefile import write_state_file
 from .writer import Order
 
 _NICER_BY = 10
+_MOST_DESCRIPTORS = 253  # the kernel's limit for a message
 
 
-def carry_out(order: Order, content: Mapping[str, Any]) -> str:
-    """Writes the content where the order says, and returns the path. Raises what those who write do."""
+def carry_out(request: Mapping[str, Any], images: Sequence[str]) -> str:
+    """Writes what the images hold where the order says, and returns the path. Raises what those who write do."""
+    order = Order(**request["order"])
     if order.step is None:
-        write_state_file(Path(order.path), content)
+        write_state_file(Path(order.path), load(images)["state"])
         return order.path
+    parts, content = None, {}
+    if request["is_parted"]:
+        from .parts import Parts  # of torch, it needs what takes a second to import
+
+        files = open_files(images)
+        skeletons = {rank: read_skeleton(data, "a rank's copy")[1] for rank, data in request["skeletons"].items()}
+        own = skeletons or {file.head.rank: file.own for file in files}
+        parts = Parts(files, own, request["host"], request["hosts"])
+        if request["host"]:
+            parts.join_in(Path(order.path), request["token"])
+            return ""
+        content = Reader(files).join([files[0].common])
+    else:
+        content = load(images)
     folder = CheckpointFolder(order.path, keep_last=order.keep_last, best=order.best)
-    return str(folder.save(order.step, content, description=order.description, metric=order.metric))
+    return str(
+        folder.save(
+            order.step,
+            content,
+            description=order.description,
+            metric=order.metric,
+            parts=parts,
+            token=request["token"],
+        )
+    )
 
 
-def _serve(memory: str, parent: int) -> None:
+def _serve(parent: int) -> None:
     def end(*_: Any) -> None:
         # While the parent lives it waits for what is being written, and ends this process itself.
         if os.getppid() != parent:
@@ -41,20 +69,23 @@ def _serve(memory: str, parent: int) -> None:
 
     signal.signal(signal.SIGTERM, end)
     os.nice(_NICER_BY)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
-    for line in sys.stdin.buffer:
-        try:
-            content = torch.load(f"/proc/self/fd/{memory}", map_location="cpu", weights_only=True, mmap=True)
-            answer = {"path": carry_out(Order(**json.loads(line)), content)}
-        except Exception as error:  # noqa: BLE001 - the parent raises it
-            answer = {"kind": type(error).__name__, "error": str(error)}
-        try:
-            answers.write(json.dumps(answer).encode() + b"\n")
-            answers.flush()
-        except BrokenPipeError:
-            return
+    with socket.socket(fileno=os.dup(0)) as orders:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(orders, 1, _MOST_DESCRIPTORS)
+            if not message:
+                return
+            request, *images = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
+            try:
+                answer = {"path": carry_out(torch.load(request, weights_only=True), images)}
+            except Exception as error:  # noqa: BLE001 - the parent raises it
+                answer = {"kind": type(error).__name__, "error": str(error)}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            try:
+                orders.sendall(json.dumps(answer).encode() + b"\n")
+            except (BrokenPipeError, ConnectionResetError):
+                return
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(int(sys.argv[1]))

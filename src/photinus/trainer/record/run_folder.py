@@ -25,12 +25,12 @@ from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.run import CONFIG, FILES, batches_of_step
 from ...runlog.tables import LOSSES, METRICS, Row, RunFiles, StepLoss, Window, drop_windows_after
 from ...words import mask
+from ..checkpoint.copies import Copied
 from ..checkpoint.durable import explain_no_space, require_space
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, on_all_ranks
 from ..checkpoint.kept import Kept
 from ..checkpoint.position import Position
-from ..checkpoint.states import PlainState
-from ..checkpoint.writer import LEAST_BYTES, WRITER, Order
+from ..checkpoint.writer import WRITER, Order
 from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.replicas import plain
@@ -229,14 +229,16 @@ class RunFolder:
             self.error = self.error or error
 
     def save(
-        self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], row: Row | None
+        self, step: int, state: Mapping[str, Any] | Copied, description: Mapping[str, Any], row: Row | None
     ) -> Path | None:
         """Saves a checkpoint, after the numbers up to it are durable.
 
-        `row` is the row of metrics.csv that it ends, if it ends one; all else is as for CheckpointFolder.save.
+        Args:
+            state: as for CheckpointFolder.save; or a copy in memory.
+            row: the row of metrics.csv that it ends, if it ends one; all else is as for CheckpointFolder.save.
 
         Returns:
-            Its path; None, if it is large: then another process writes a copy of it (see `collect`).
+            Its path; None for a copy, which another process writes (see `collect`).
 
         Raises:
             OSError: an earlier one in writing numbers.
@@ -250,17 +252,27 @@ class RunFolder:
             raise self.error
         metric = None if self._best is None or row is None else row.get(self._best)
         self._saved = step, row
-        plain = {entry: PlainState(value, entry) for entry, value in content.items()}
-        needed_bytes = sum(each.needed_bytes for each in plain.values())
-        state = {entry: each.value for entry, each in plain.items()}
-        if needed_bytes >= LEAST_BYTES and WRITER.has_room(needed_bytes):
-            saving, folder = self._spec.saving, str(self._checkpoints.folder.absolute())
-            WRITER.write(Order(folder, step, description, metric, saving.keep_last, saving.best), state)
-            RunFolder._writing = self
+        if isinstance(state, Copied):
+            self._write(
+                Order("", step, description, metric, self._spec.saving.keep_last, self._spec.saving.best), state
+            )
             return None
         began = time.perf_counter()
         path = self._checkpoints.save(step, state, description=description, metric=metric)
         return self._tell_saved(path, time.perf_counter() - began)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the checkpoints, on all ranks."""
+        return (self._folder / CHECKPOINTS).absolute()
+
+    def join_in(self, step: int, copied: Copied) -> None:
+        """On the first rank of another host: its part of the checkpoint is written, too. Raises CheckpointError."""
+        self._write(Order("", step), copied)
+
+    def _write(self, order: Order, copied: Copied) -> None:
+        WRITER.write(replace(order, path=str(self.checkpoints)), copied)
+        RunFolder._writing = self
 
     @property
     def has_written(self) -> bool:
@@ -272,7 +284,8 @@ class RunFolder:
         if RunFolder._writing is self:
             RunFolder._writing = None
             path, seconds = WRITER.collect()
-            self._tell_saved(self._checkpoints.folder / Path(path).name, seconds)
+            if path:
+                self._tell_saved(self._checkpoints.folder / Path(path).name, seconds)
         return self._newest
 
     @staticmethod

@@ -1,0 +1,162 @@
+"""Copies of a state in the memory of the ranks, each byte once per host, for a process to write while they train on.
+
+Each rank copies its piece into a memory file of its own (see image.py), which it keeps: new pages cost three times as
+long as the copy. The first rank of a host opens the files of all, so that they outlive the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ... import env
+from ...job.cgroup import free_memory
+from ...job.world import World
+from ...parallel.exchange.agreement import gather_per_rank, together
+from .durable import temporary
+from .image import Content, Copy, Head, MemoryFile
+
+LEAST_BYTES = 64 << 20
+"""Below, writing at once costs less than the process."""
+_MOST_OF_MEMORY = 0.8  # of what is free
+_MOST_RANKS = 250  # of a host: that many descriptors go to another process at a time
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A state in memory, as one rank sees it.
+
+    Attributes:
+        files: descriptors of the images of this host's ranks, by local rank; empty where this rank leads no writing.
+        is_parted: all of the ranks' own entries can be written in parts (see parts.py).
+        host, hosts: this one's number, and how many write.
+        token: ends the name of the unfinished checkpoint, for the hosts to find it.
+        skeletons: by rank, of all hosts, where there are several.
+    """
+
+    files: tuple[int, ...]
+    is_parted: bool = False
+    host: int = 0
+    hosts: int = 1
+    token: str = ""
+    skeletons: dict[int, bytes] = field(default_factory=dict)
+
+
+class Copies:
+    """The memory file of this process, and those of its host's ranks that it has opened."""
+
+    def __init__(self) -> None:
+        self._file: MemoryFile | None = None
+        self._opened: dict[str, int] = {}
+
+    def alone(self, content: Content) -> Copied | None:
+        """Copies a state that this rank has whole. Returns None where there is no room.
+
+        Raises:
+            TypeError: something in it cannot be saved.
+            OSError: there is no memory for it after all.
+        """
+        copy, file = Copy(Head("", 0, 0, 1, 0, 1), content), self._own_file()
+        if copy.bytes - file.allocated_bytes > _MOST_OF_MEMORY * free_memory():
+            return None
+        copy.make(file)
+        return Copied((self._open(_path_of(file)),))
+
+    def take(self, content: Content, place: World, step: int, folder: Path) -> Copied | None:
+        """Copies a state that all ranks have together, some of it in parts. All ranks call it.
+
+        Args:
+            place: of this rank.
+            folder: of the checkpoints: hosts that see one can all write into it.
+
+        Returns:
+            None where there is no room, or ranks do not see what they need of each other: then it has to be gathered.
+
+        Raises:
+            TypeError, ValueError: something in it cannot be saved.
+        """
+        local, is_split = (place.local_rank, place.local_world_size), bool(content.own)
+        with together(f"copying what to save at step {step}"):
+            copy, file = Copy(Head("", step, place.rank, place.world_size, *local), content), self._own_file()
+        mine: dict[str, Any] = {
+            "host": f"{socket.gethostname()} {env.HOST_ID.get()} {World.from_env().host_rank}",
+            "place": local,
+            "path": _path_of(file),
+            "needed": copy.bytes - file.allocated_bytes,
+            "free": free_memory(),
+            "parted": copy.can_be_parted,
+            "probe": _leave_probe(folder) if place.rank == 0 and is_split and place.world_size > local[1] else "",
+        }
+        everyone = gather_per_rank(mine)
+        hosts = [*dict.fromkeys(each["host"] for each in everyone)]
+        by_host = [[each for each in everyone if each["host"] == host] for host in hosts]
+        probe, is_parted = everyone[0]["probe"], is_split and all(each["parted"] for each in everyone)
+        there = by_host if is_split else by_host[:1]
+        why_not, own, files = "", hosts.index(mine["host"]), tuple[int, ...]()
+        if len(there) > 1 and not is_parted:
+            why_not = "not to be written in parts"
+        for ranks in there:
+            if sorted(each["place"] for each in ranks) != [(index, len(ranks)) for index in range(len(ranks))]:
+                why_not = "ranks are not where they say"
+            elif sum(each["needed"] for each in ranks) > _MOST_OF_MEMORY * min(each["free"] for each in ranks):
+                why_not = "no room"
+        if not why_not and own < len(there):
+            try:
+                copy.make(file)
+                if place.local_rank == 0:
+                    ranks = sorted(there[own], key=lambda each: each["place"])
+                    files = tuple(self._open(each["path"]) for each in ranks[:_MOST_RANKS])
+                    why_not = "too many ranks" if len(files) < len(ranks) else ""
+                    if len(there) > 1 and not Path(probe).exists():
+                        why_not = "not one folder"
+            except OSError as error:
+                why_not = str(error)
+        answer: dict[str, Any] = {"why not": why_not, "skeleton": copy.skeleton if len(there) > 1 else None}
+        answers = gather_per_rank(answer)
+        if probe and place.rank == 0:
+            Path(probe).unlink(missing_ok=True)
+        if any(each["why not"] for each in answers):
+            return None
+        skeletons = {rank: each["skeleton"] for rank, each in enumerate(answers)} if len(there) > 1 else {}
+        return Copied(files, is_parted, own, len(there), probe.rpartition("-")[2], skeletons)
+
+    def close(self) -> None:
+        """Gives the memory back, as soon as the process that writes has closed it, too."""
+        for descriptor in self._opened.values():
+            os.close(descriptor)
+        if self._file is not None:
+            self._file.close()
+        self._opened, self._file = {}, None
+
+    def _own_file(self) -> MemoryFile:
+        if self._file is None:
+            descriptor = os.memfd_create("photinus-saving")
+            try:
+                self._file = MemoryFile(f"/proc/self/fd/{descriptor}")
+            finally:
+                os.close(descriptor)
+        return self._file
+
+    def _open(self, path: str) -> int:
+        if path not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._opened[path]
+
+
+def _path_of(file: MemoryFile) -> str:
+    return f"/proc/{os.getpid()}/fd/{file.descriptor}"
+
+
+def _leave_probe(folder: Path) -> str:
+    """Leaves a file for ranks of other hosts to see; its path ends with a token. "" where that is not possible."""
+    probe = temporary(folder / f"probe-{secrets.token_hex(4)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    except OSError:
+        return ""
+    return str(probe.absolute())

@@ -1,0 +1,187 @@
+"""Reads images (see image.py): their heads, and what they hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import mmap
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .image import CUT, HEAD_BYTES, MAGIC, PLACE, PLAIN_ITEMS, PROGRESS, Head, align, cut_range, digest_of
+
+
+def read_head(path: str) -> Head | None:
+    """The head of a file; None where it is not sealed, or its head is damaged."""
+    raw = _first_bytes(path)
+    body = raw[len(MAGIC) + 4 : PROGRESS]
+    if len(raw) < HEAD_BYTES or raw[: len(MAGIC) + 4] != MAGIC + struct.pack("<I", zlib.crc32(body)):
+        return None
+    (length,) = struct.unpack_from("<I", body)
+    return Head(**json.loads(body[4 : 4 + length]))
+
+
+def read_progress(path: str) -> int:
+    """The last finished step that `note_progress` noted; -1 for none."""
+    step, complement = struct.unpack("<QQ", _first_bytes(path)[PROGRESS:].ljust(16, b"\0"))
+    return step if step ^ complement == 2**64 - 1 else -1
+
+
+def _first_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def verify(path: str) -> None:
+    """Reads all of a file. Raises CheckpointError: it is not sealed, or its digest differs."""
+    head = read_head(path)
+    if head is None:
+        raise CheckpointError(f"{path} holds no sealed image, or its head is damaged")
+    try:
+        actual = digest_of(_map(path, head))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if actual != head.digest:
+        raise CheckpointError(f"{path} is damaged: digest expected {head.digest}, actual {actual}")
+
+
+def load(paths: Sequence[str], rank: int | None = None) -> dict[str, Any]:
+    """The content of an image whose files have been verified; tensors lie over the files' memory: copy what is to last.
+
+    Args:
+        paths: of a host's files, by local rank.
+        rank: only this rank's parts of split tensors are filled in (memory for others is never taken), and what ranks
+            have of their own is this rank's. None: all ranks of the job are here, and all is whole.
+
+    Raises:
+        CheckpointError: the files do not belong together, or a part is missing.
+    """
+    files = open_files(paths)
+    own_first = sorted(files, key=lambda file: (file.head.rank != rank, file.head.rank))
+    content: dict[str, Any] = Reader(files, rank).join([files[0].common, *(file.own for file in own_first)])
+    return content
+
+
+def open_files(paths: Sequence[str]) -> list[File]:
+    """The files of one image on this host, by local rank. Raises CheckpointError where they do not belong together."""
+    heads = [read_head(path) for path in paths]
+    for local_rank, head in enumerate(heads):
+        place = heads[0] and replace(heads[0], local_rank=local_rank, local_size=len(paths))
+        alike = ("run", "step", "world_size", "cut_bytes", "local_rank", "local_size")
+        if head is None or any(getattr(head, name) != getattr(place, name, None) for name in alike):
+            raise CheckpointError(f"{paths[local_rank]} holds another image than {paths[0]}: {head} and {heads[0]}")
+    return [File(path, head) for path, head in zip(paths, heads, strict=True) if head is not None]
+
+
+def _map(path: str, head: Head) -> mmap.mmap:
+    with open(path, "rb") as file:  # what is read may be changed, without changing the file
+        return mmap.mmap(file.fileno(), head.bytes, access=mmap.ACCESS_COPY)
+
+
+def read_skeleton(data: bytes, path: str) -> tuple[Any, Any]:
+    """The skeletons of what is common and of a rank's own. Raises CheckpointError; nothing in it is run."""
+    try:
+        skeleton = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return skeleton["common"], skeleton["own"]
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class File:
+    """One file to read.
+
+    Attributes:
+        common, own: skeletons; the first is None but of local rank 0.
+    """
+
+    def __init__(self, path: str, head: Head) -> None:
+        self.head, self.memory = head, memoryview(_map(path, head))
+        self.common, self.own = read_skeleton(bytes(self.memory[HEAD_BYTES : HEAD_BYTES + head.skeleton_bytes]), path)
+        self.cut_at = align(HEAD_BYTES + head.skeleton_bytes)
+        self.start, self.end = cut_range(head.cut_bytes, head.local_rank, head.local_size)
+        self.own_at = align(self.cut_at + self.end - self.start)
+
+
+class Reader:
+    """Joins the skeletons of several ranks to one content (see `Content`), with tensors in the places."""
+
+    def __init__(self, files: Iterable[File], rank: int | None = None) -> None:
+        self._files, self._rank = {file.head.rank: file for file in files}, rank
+        self._tensors: dict[Any, torch.Tensor] = {}  # what was one tensor under two names stays one
+
+    def join(self, trees: Sequence[Any]) -> Any:
+        """One tree of those of several ranks, of which the first counts."""
+        first = trees[0]
+        if isinstance(first, str) and first.startswith(PLACE):
+            texts = tuple(trees)
+            if texts not in self._tensors:
+                places = [json.loads(text.removeprefix(PLACE)) for text in texts]
+                is_split = len(places[0]) > PLAIN_ITEMS
+                self._tensors[texts] = self._whole(places) if is_split else self._tensor(places[0])
+            return self._tensors[texts]
+        if isinstance(first, dict):
+            trees = [tree for tree in trees if isinstance(tree, dict)]
+            keys = list(dict.fromkeys(key for tree in trees for key in tree))
+            if len(keys) > len(first) and all(isinstance(key, int) for key in keys):
+                keys.sort()  # the optimizer's parameters, in the order of its groups
+            joined = type(first)()
+            vars(joined).update(vars(first)) if hasattr(first, "__dict__") else None  # _metadata
+            for key in keys:
+                joined[key] = self.join([tree[key] for tree in trees if key in tree])
+            return joined
+        if type(first) in (list, tuple):
+            alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
+            return type(first)(self.join(items) for items in zip(*alike, strict=True))
+        return first
+
+    def _tensor(self, place: Sequence[Any]) -> torch.Tensor:
+        shape, stride, dtype = place[3], place[4], _dtype(place)
+        pieces = [torch.frombuffer(piece, dtype=torch.uint8) for piece in self.pieces(place)]
+        if not pieces:
+            assert not math.prod(shape), "a tensor of another host's"
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return whole.view(dtype).as_strided(shape, stride)
+
+    def pieces(self, place: Sequence[Any]) -> list[memoryview]:
+        """The bytes of a tensor, one behind the other, as far as they are in these files."""
+        area, at, size = place[0], place[1], math.prod(place[3]) * _dtype(place).itemsize
+        if not size:
+            return []
+        if area != CUT:
+            file = self._files.get(area)
+            return [] if file is None else [file.memory[file.own_at + at :][:size]]
+        parts = []
+        for file in self._files.values():
+            start, end = max(at, file.start), min(at + size, file.end)
+            if start < end:
+                offset = file.cut_at + start - file.start
+                parts.append(file.memory[offset : offset + end - start])
+        return parts
+
+    def _whole(self, places: Sequence[Sequence[Any]]) -> torch.Tensor:
+        """A whole tensor of its parts. Pages that nothing is written to cost nothing."""
+        whole, filled = torch.empty(places[0][PLAIN_ITEMS], dtype=_dtype(places[0])), 0
+        for place in places:
+            if self._rank is None or place[0] == self._rank:
+                part = whole.as_strided(*place[PLAIN_ITEMS + 1 :])
+                part.copy_(self._tensor(place))
+                filled += part.numel()
+        if self._rank is None and filled < whole.numel():
+            raise CheckpointError(f"parts of a split tensor of shape {[*whole.shape]} lie on other hosts")
+        return whole
+
+
+def _dtype(place: Sequence[Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, place[2].removeprefix("torch."))
+    return dtype

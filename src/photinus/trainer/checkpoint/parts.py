@@ -1,0 +1,260 @@
+"""Entries of a checkpoint whose tensors lie in parts on several ranks: one plain torch file for each, into which each
+host writes the parts that its ranks hold. Nobody needs memory for the whole.
+
+    lay out   the first host writes the files with holes in the places of tensors (torch.serialization.skip_data)
+    fill      each host writes the bytes of its parts to where torch has left room for them
+    finish    the first host, when all have: checksums, which torch cannot know before, and the digest
+
+Where several hosts take part, they see one folder, and tell each other in it how far they are: `laid-out`, then
+`host-1` and so on, with a text if something went wrong there. A host that says nothing for long is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...errors import CheckpointError
+from ...parallel.exchange.tensors import tensors_in
+from .durable import MOST_THREADS, file_digest, sync_folder
+from .image import PLAIN_ITEMS
+from .image_reader import File, Reader
+from .manifest import FileRecord, file_name
+
+_BLOCK_BYTES = 64 << 20  # written, and brought to disk, before another sign of life
+_SILENT_S = 120.0
+_BEGINS_WITHIN_S = 20.0
+_LOOK_EVERY_S = 0.02
+_LAID_OUT = "laid-out"
+_DESCRIPTOR = b"PK\x07\x08"  # zip's, behind the bytes of a file: CRC-32 and sizes
+_CENTRAL = b"PK\x01\x02"
+_CENTRAL_BYTES = 46  # without name, extra field and comment, whose lengths are at 28
+
+
+class Parts:
+    """Some entries of a state, as one host sees them.
+
+    Args:
+        files: of this host's ranks.
+        own: by rank of the job, the skeletons of what each has of its own; of all hosts that take part.
+        host, hosts: this one's number, from 0, and how many take part.
+    """
+
+    def __init__(self, files: Sequence[File], own: Mapping[int, Any], host: int = 0, hosts: int = 1) -> None:
+        self._host, self._hosts = host, hosts
+        outline = _Outline(files)
+        self._content: dict[str, Any] = outline.join([own[rank] for rank in sorted(own)])
+        self._pieces = outline.found
+
+    @property
+    def entries(self) -> list[str]:
+        """Return the names of the entries."""
+        return list(self._content)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return about how long the files will be."""
+        tensors = {id(each): each for each in tensors_in(self._content)}
+        return sum(each.nbytes + 4096 for each in tensors.values()) + (1 << 20) * len(self._content)
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """On the first host: writes the files into the folder; returns when all hosts have, and all is on disk.
+
+        Raises:
+            OSError, CheckpointError: a file could not be written, or another host failed.
+        """
+        for entry, tree in self._content.items():
+            with _without_checksums(), torch.serialization.skip_data(materialize_fake_tensors=True):
+                with open(folder / file_name(entry), "xb") as file:
+                    torch.save(tree, file)
+        others = range(1, self._hosts)
+        if others:
+            sync_folder(folder)
+            _tell(folder / _LAID_OUT, "")
+        self._fill(folder)
+        for host in others:
+            _await(folder / f"host-{host}", f"host {host} of this job's {self._hosts}", watched=f"at-{host}")
+        with contextlib.ExitStack() as ends:
+            for name in (
+                [_LAID_OUT, *(f"{kind}-{host}" for host in others for kind in ("host", "at"))] if others else []
+            ):
+                ends.callback((folder / name).unlink, missing_ok=True)
+        return {entry: _finish(folder / file_name(entry)) for entry in self._content}
+
+    def join_in(self, folder: Path, token: str) -> None:
+        """On another host: fills its parts into the files that the first host lays out.
+
+        Args:
+            folder: of the checkpoints.
+            token: ends the name of the unfinished checkpoint.
+
+        Raises:
+            OSError, CheckpointError: its parts could not be written, or the first host says nothing.
+        """
+        began_s = time.monotonic()
+        while not (found := [*folder.glob(f"*-{token}/{_LAID_OUT}")]):
+            if time.monotonic() - began_s > _SILENT_S:
+                raise CheckpointError(f"the first host laid out no checkpoint in {folder} for {_SILENT_S:.0f} s")
+            time.sleep(_LOOK_EVERY_S)
+        unfinished = found[0].parent
+        try:
+            self._fill(unfinished, unfinished / f"at-{self._host}")
+            _tell(unfinished / f"host-{self._host}", "")
+        except OSError as error:
+            tell_failure(folder, token, self._host, str(error))
+            raise
+
+    def _fill(self, folder: Path, sign: Path | None = None) -> None:
+        for entry, tree in self._content.items():
+            with open(folder / file_name(entry), "r+b") as file:
+                with FakeTensorMode():
+                    laid_out = torch.load(file, weights_only=True)
+                unsynced = 0
+                for planned, real in zip(tensors_in(tree), tensors_in(laid_out), strict=True):
+                    start = real.untyped_storage()._checkpoint_offset
+                    assert start is not None, "torch says where it left room"
+                    assert planned.untyped_storage().nbytes() == real.untyped_storage().nbytes(), "the same order"
+                    for at, piece in self._pieces.pop(id(planned), ()):
+                        for done in range(0, len(piece), _BLOCK_BYTES):
+                            unsynced += _write(file.fileno(), piece[done : done + _BLOCK_BYTES], start + at + done)
+                            if unsynced >= _BLOCK_BYTES and sign is not None:
+                                os.fdatasync(file.fileno())
+                                _tell(sign, str(time.time()))
+                                unsynced = 0
+                os.fsync(file.fileno())
+
+
+def tell_failure(folder: Path, token: str, host: int, text: str) -> None:
+    """Lets the first host know that another one cannot write its parts; waits a while for it to begin."""
+    began_s = time.monotonic()
+    while not (found := [*folder.glob(f"*-{token}/")]) and time.monotonic() - began_s < _BEGINS_WITHIN_S:
+        time.sleep(_LOOK_EVERY_S)
+    for unfinished in found:
+        with contextlib.suppress(OSError):
+            _tell(unfinished / f"host-{host}", text)
+
+
+class _Outline(Reader):
+    """A content with tensors that hold no data (torch's FakeTensor).
+
+    Attributes:
+        found: by id of a tensor, pieces of its bytes that are in these files, each with its offset in the tensor.
+    """
+
+    def __init__(self, files: Sequence[File]) -> None:
+        super().__init__(files)
+        self.found: dict[int, list[tuple[int, memoryview]]] = {}
+        self._mode = FakeTensorMode()
+
+    def _tensor(self, place: Sequence[Any]) -> torch.Tensor:
+        return self._fake(place, place[3], place[4], [(0, place)])
+
+    def _whole(self, places: Sequence[Sequence[Any]]) -> torch.Tensor:
+        whole, filled = places[0][PLAIN_ITEMS], 0
+        stride = torch.empty(whole, device="meta").stride()
+        parts = []
+        for place in places:
+            part = torch.empty(place[PLAIN_ITEMS + 1], device="meta")
+            filled += part.numel()
+            parts.append((place[PLAIN_ITEMS + 3], place))
+        if filled < torch.empty(whole, device="meta").numel():
+            raise CheckpointError(f"parts of a split tensor of shape {whole} are missing")
+        return self._fake(places[0], whole, stride, parts)
+
+    def _fake(
+        self, like: Sequence[Any], shape: Any, stride: Any, parts: Sequence[tuple[int, Sequence[Any]]]
+    ) -> torch.Tensor:
+        with self._mode:
+            fake = torch.empty_strided(shape, stride, dtype=getattr(torch, like[2].removeprefix("torch.")))
+        pieces = self.found[id(fake)] = []
+        for offset, place in parts:
+            at = offset * fake.element_size()
+            for piece in self.pieces(place):
+                pieces.append((at, piece))
+                at += len(piece)
+        return fake
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+    return done
+
+
+def _finish(path: Path) -> FileRecord:
+    """Brings the archive's checksums up to date, and the file to disk."""
+    with open(path, "r+b") as file:
+        with zipfile.ZipFile(file) as archive:
+            records, at = archive.infolist(), archive.start_dir
+            starts = [_data_start(file.fileno(), record) for record in records]
+        with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+            ends = [start + record.file_size for start, record in zip(starts, records, strict=True)]
+            sums = [*pool.map(lambda start, end: _crc32(file.fileno(), start, end), starts, ends)]
+        for record, end, crc in zip(records, ends, sums, strict=True):
+            head = os.pread(file.fileno(), _CENTRAL_BYTES, at)
+            assert head[:4] == _CENTRAL, "the archive's directory lists them in this order"
+            os.pwrite(file.fileno(), struct.pack("<I", crc), at + 16)
+            at += _CENTRAL_BYTES + sum(struct.unpack_from("<3H", head, 28))
+            if record.flag_bits & 8 and os.pread(file.fileno(), 4, end) == _DESCRIPTOR:
+                os.pwrite(file.fileno(), struct.pack("<I", crc), end + 4)
+        os.fsync(file.fileno())
+    return FileRecord(*file_digest(path))
+
+
+def _data_start(descriptor: int, record: zipfile.ZipInfo) -> int:
+    name, extra = struct.unpack("<2H", os.pread(descriptor, 4, record.header_offset + 26))
+    return record.header_offset + 30 + int(name) + int(extra)
+
+
+def _crc32(descriptor: int, start: int, end: int) -> int:
+    crc = 0
+    while start < end:
+        data = os.pread(descriptor, min(1 << 20, end - start), start)
+        if not data:
+            break
+        crc = zlib.crc32(data, crc)
+        start += len(data)
+    return crc
+
+
+def _tell(path: Path, text: str) -> None:
+    """Leaves a word for another host, whole at once."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def _await(path: Path, who: str, watched: str) -> None:
+    """Waits until the host has said that it is done. Raises CheckpointError: it failed, or is silent for too long."""
+    said, heard_s = "", time.monotonic()
+    while not path.exists():
+        with contextlib.suppress(OSError):
+            if (text := path.with_name(watched).read_text()) != said:
+                said, heard_s = text, time.monotonic()
+        if time.monotonic() - heard_s > _SILENT_S:
+            raise CheckpointError(f"{who} has written nothing for {_SILENT_S:.0f} s")
+        time.sleep(_LOOK_EVERY_S)
+    if error := path.read_text():
+        raise CheckpointError(f"{who} could not write its parts: {error}")
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -1,0 +1,110 @@
+"""States that lie in parts on several ranks, written side by side into one plain torch file."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from photinus.trainer.checkpoint.folder import CheckpointFolder
+from tests.dist.test_run_hosts import ended, free_port, launch
+
+TRAINING = """
+import os, sys
+import torch, photinus
+from torch import nn
+from photinus.trainer.checkpoint import copies
+from photinus.trainer.checkpoint.writer import WRITER
+out, strategy, fault = sys.argv[1:4]
+copies.LEAST_BYTES = 0
+written, write = [], WRITER.write
+
+def note(order, copied):
+    written.append((order.step, copied.is_parted, copied.host, copied.hosts))
+    write(order, copied)
+    if fault == "killed" and copied.host and len(written) == 2:
+        WRITER._process.kill()
+
+WRITER.write = note
+with photinus.init("photinus", "cpu", seed=1):
+    x = torch.randn(48, 16)
+    model = nn.Sequential(nn.Linear(16, 37), nn.BatchNorm1d(37), nn.Linear(37, 5, dtype=torch.float32), nn.Linear(5, 1))
+    model, optimizer = photinus.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.01), strategy=strategy)
+    loop = photinus.Loop(
+        model, optimizer, torch.utils.data.TensorDataset(x), batch_size=12, steps=8, out=out + "/run",
+        save=photinus.Saving(every_steps=4, snapshot_every=0), report=photinus.Reporting(progress=False, curves=False),
+    )
+    for (inputs,) in loop:
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loop.backward(loss)
+        optimizer.step()
+    photinus.save(out + "/gathered.pt", model=model, optimizer=optimizer)
+    print("written", os.environ["RANK"], written)
+"""
+
+
+def _train_on_two_hosts(folder: Path, strategy: str, fault: str = "none") -> list[Any]:
+    (folder / "train.py").write_text(TRAINING)
+    port, words = free_port(), (folder / "train.py", folder, strategy, fault)
+    jobs = [
+        launch(
+            port,
+            "--node-rank",
+            host,
+            "--max-restarts",
+            0,
+            *words,
+            workers=2 - host,
+            OMP_NUM_THREADS="1",
+            PHOTINUS_JOB_SECRET="s",
+        )
+        for host in range(2)
+    ]
+    return ended(*jobs)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return list(ours) == list(theirs) and all(_same(ours[key], value) for key, value in theirs.items())
+    if isinstance(theirs, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy: str) -> None:
+    ends = _train_on_two_hosts(tmp_path, strategy)
+    assert [end.code for end in ends] == [0, 0], ends
+    printed = "".join(end.out for end in ends)
+    assert "written 0 [(4, True, 0, 2), (8, True, 0, 2)]" in printed
+    assert "written 1 []" in printed
+    assert "written 2 [(4, True, 1, 2), (8, True, 1, 2)]" in printed
+    newest = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
+    assert newest is not None
+    assert sorted(path.name for path in newest.path.iterdir()) == [
+        "manifest.json", "model.pt", "optimizer.pt", "position.pt", "rng.pt", "run.pt",
+    ]  # fmt: skip
+    assert [path.name for path in newest.path.parent.iterdir() if path.name.startswith(".tmp")] == []
+    whole = torch.load(tmp_path / "gathered.pt", weights_only=True)
+    for entry in ("model", "optimizer"):
+        path = newest.path / f"{entry}.pt"
+        assert _same(torch.load(path, weights_only=True), whole[entry])
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+
+
+def test_a_host_that_cannot_write_its_parts_fails_the_save_on_all(tmp_path: Path) -> None:
+    ends = _train_on_two_hosts(tmp_path, "zero3", "killed")
+    assert all(end.code for end in ends)
+    printed = "".join(end.out + end.err for end in ends)
+    assert "the checkpoint of step 8" in printed
+    assert "was killed by SIGKILL" in printed
+    newest = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
+    assert newest is not None
+    assert newest.step == 4
