@@ -3,7 +3,8 @@
     sudo python benchmarks/saving.py --out benchmarks/results/saving.json
 
 One rank on two cores leaves one free; two ranks leave none. The methods take turns, round by round: photinus.save with
-wait=False, torch.save by rank 0, torch.distributed.checkpoint.async_save, and Accelerate's save_state (if installed).
+wait=False, the saves of a photinus.Loop (ddp and zero3), torch.save by rank 0, torch.distributed.checkpoint.async_save,
+and Accelerate's save_state (if installed).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 import harness
 import report
 
-METHODS = ("photinus", "torch.save", "DCP async_save", "Accelerate")
+METHODS = ("photinus", "Loop", "Loop zero3", "torch.save", "DCP async_save", "Accelerate")
 _RANK = Path(__file__).with_name("ranks") / "saving.py"
 
 

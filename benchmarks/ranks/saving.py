@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import photinus
-from photinus.trainer.checkpoint.writer import FILE_WRITER
+from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER
 
 IsDone = Callable[[], bool]
 
@@ -69,11 +70,43 @@ METHODS = {
 }
 
 
+LOOPS = {"Loop": "ddp", "Loop zero3": "zero3"}
+_STEPS_OF_SAVE = 25
+
+
+def measure_loop(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, saves: int, width: int) -> None:
+    """Prints what `main` prints, for a photinus.Loop that saves every few steps; the first save starts the writer."""
+    data = torch.utils.data.TensorDataset(torch.randn(64, width))
+    save = photinus.Saving(every_steps=_STEPS_OF_SAVE, keep_last=1, snapshot_every=0)
+    report, steps = photinus.Reporting(progress=False, curves=False), _STEPS_OF_SAVE * (saves + 2)
+    loop = photinus.Loop(model, optimizer, data, batch_size=8, steps=steps, out=folder, save=save, report=report)
+    times: list[tuple[int, bool, float]] = []
+    began_s = 0.0
+    for (inputs,) in loop:
+        was_busy = WRITER.is_busy and not WRITER.has_answered
+        times.append((loop.step - 1, was_busy, time.perf_counter() - began_s))
+        began_s = time.perf_counter()
+        loop.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    times = [each for each in times if each[0] > _STEPS_OF_SAVE + 1]
+    blocks = [each for each in times if (each[0] - 1) % _STEPS_OF_SAVE == 0]
+    alone = [seconds for step, busy, seconds in times if not busy and (step - 1) % _STEPS_OF_SAVE]
+    beside = [seconds for step, busy, seconds in times if busy and (step - 1) % _STEPS_OF_SAVE]
+    blocked = [seconds - statistics.median(alone) for _, _, seconds in blocks]
+    if dist.get_rank() == 0:
+        print(json.dumps({"alone": alone, "beside": beside, "blocked": blocked}), flush=True)
+
+
 def main(method: str, folder: str, saves: int, width: int) -> None:
     """Prints a line of JSON on rank 0: seconds of the steps without a save, of those during one, and of the blocks."""
     with photinus.init("auto" if int(os.environ["WORLD_SIZE"]) > 1 else "gloo", "cpu", seed=0):
         plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(5)))
-        model, optimizer = photinus.wrap(plain, torch.optim.AdamW(plain.parameters(), lr=1e-5))
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5)
+        model, optimizer = photinus.wrap(plain, optimizer, strategy=LOOPS.get(method, "ddp"))
+        if method in LOOPS:
+            measure_loop(model, optimizer, folder, saves, width)
+            return
         inputs = torch.randn(8, width)
 
         def step() -> float:

@@ -126,8 +126,8 @@ class Parts:
                     assert start is not None, "torch says where it left room"
                     assert planned.untyped_storage().nbytes() == real.untyped_storage().nbytes(), "the same order"
                     for at, piece in self._pieces.pop(id(planned), ()):
-                        for done in range(0, len(piece), _BLOCK_BYTES):
-                            unsynced += _write(file.fileno(), piece[done : done + _BLOCK_BYTES], start + at + done)
+                        for block in range(0, len(piece), _BLOCK_BYTES):
+                            unsynced += _write(file.fileno(), piece[block : block + _BLOCK_BYTES], start + at + block)
                             if unsynced >= _BLOCK_BYTES and sign is not None:
                                 os.fdatasync(file.fileno())
                                 _tell(sign, str(time.time()))
@@ -187,10 +187,10 @@ class _Outline(Reader):
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
-    return done
+    count = 0
+    while count < len(data):
+        count += os.pwrite(descriptor, data[count:], offset + count)
+    return count
 
 
 def _finish(path: Path) -> FileRecord:
@@ -237,12 +237,12 @@ def _tell(path: Path, text: str) -> None:
 
 
 def _await(path: Path, who: str, watched: str) -> None:
-    """Waits until the host has said that it is done. Raises CheckpointError: it failed, or is silent for too long."""
-    said, heard_s = "", time.monotonic()
+    """Waits until a host says that its part is there. Raises CheckpointError: it failed, or is silent for too long."""
+    sign, heard_s = "", time.monotonic()
     while not path.exists():
         with contextlib.suppress(OSError):
-            if (text := path.with_name(watched).read_text()) != said:
-                said, heard_s = text, time.monotonic()
+            if (newest := path.with_name(watched).read_text()) != sign:
+                sign, heard_s = newest, time.monotonic()
         if time.monotonic() - heard_s > _SILENT_S:
             raise CheckpointError(f"{who} has written nothing for {_SILENT_S:.0f} s")
         time.sleep(_LOOK_EVERY_S)
