@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from photinus.parallel import DistributedDataParallel, broadcast_model
+from photinus.parallel import DistributedDataParallel
 from photinus.parallel.exchange.collectives import Average
+from tests.dist.naive import broadcast_model
 from tests.ranks import RanksFailedError, run_ranks, values
 
 KIB_IN_MIB = 1 / 1024

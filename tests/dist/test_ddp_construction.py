@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from photinus.errors import DeviceError, MissingGradientError, ModelMismatchError, PhotinusError, UnsuitableModelError
-from photinus.parallel import DistributedDataParallel, average_gradients
+from photinus.parallel import DistributedDataParallel
 from photinus.parallel.exchange.verify_models import verify_same_model
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
@@ -34,6 +34,7 @@ from tests.dist.ddp_checks import (
     small_ddp,
     small_net,
 )
+from tests.dist.naive import average_gradients
 
 # ---- construction
 

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 from photinus.errors import PhotinusError, UnsuitableModelError
-from photinus.parallel import DistributedDataParallel, average_gradients, wrap_model
+from photinus.parallel import DistributedDataParallel, wrap_model
 from tests.dist.ddp_checks import assert_same_gradients, batch, expect, naive_twin, run_each_check, small_ddp, small_net
+from tests.dist.naive import average_gradients
 
 Wrap = Callable[[nn.Module], nn.Module]
 HOLDS_BOTH = "wrap one module that holds both"

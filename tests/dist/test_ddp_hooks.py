@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 from photinus.errors import NonFiniteGradientError, PhotinusError
-from photinus.parallel import DistributedDataParallel, average_gradients
+from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     TwoHeads,
@@ -34,6 +34,7 @@ from tests.dist.ddp_checks import (
     small_ddp,
     small_net,
 )
+from tests.dist.naive import average_gradients
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

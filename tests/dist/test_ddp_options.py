@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 from torch.utils.checkpoint import checkpoint
 
 from photinus.errors import MissingGradientError, NonFiniteGradientError, PhotinusError
-from photinus.parallel import DistributedDataParallel, average_gradients
+from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     TwoHeads,
@@ -30,6 +30,7 @@ from tests.dist.ddp_checks import (
     small_ddp,
     small_net,
 )
+from tests.dist.naive import average_gradients
 
 
 def assert_averages_in_each_step(

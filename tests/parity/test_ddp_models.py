@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from photinus.parallel import DistributedDataParallel, average_gradients
+from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import assert_close_in
+from tests.dist.naive import average_gradients
 from tests.ranks import RanksFailedError, run_ranks, values
 
 STEPS = 20

@@ -11,7 +11,6 @@ strategies/  ways of spreading a model, chosen by name
 from __future__ import annotations
 
 from .ddp.ddp import DistributedDataParallel
-from .ddp.naive import average_gradients, broadcast_model
 from .ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from .strategies.choose import STRATEGIES, find_strategy, strategy_of, unwrap_compiled, wrap_model
 from .strategies.strategy import Strategy
@@ -22,8 +21,6 @@ __all__ = [
     "DistributedDataParallel",
     "Strategy",
     "SyncBatchNorm",
-    "average_gradients",
-    "broadcast_model",
     "convert_sync_batchnorm",
     "find_strategy",
     "strategy_of",

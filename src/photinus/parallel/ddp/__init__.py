@@ -5,7 +5,6 @@ checks           what can be wrapped, on which device, and what the wrapper's ar
 ddp              DistributedDataParallel: one model, a copy on every rank, gradients averaged while backward runs
 held_parameters  the parameters that a wrapper averages: no other wrapper does, and none comes or goes later
 mixed_precision  forward and backward in low precision, parameters and gradients in full
-naive            the obvious data parallelism: after backward, one all-reduce per parameter
 sync_batch_norm  batch normalisation over the whole global batch, on CPU and GPU, over plain torch.distributed
 torch_surface    what torch's own tools ask of a wrapper beside its public interface, and `join` for uneven inputs
 """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..exchange.collectives import Average, resolve_group
+from photinus.parallel.exchange.collectives import Average, resolve_group
 
 
 @torch.no_grad()
