@@ -9,8 +9,8 @@ Ranks share the GPU, and so its link. All contestants are in the same processes 
     copy in host memory   every rank copies as much there, which tells the rate of host memory
     added on the GPU      a prototype whose additions the GPU does, to see how much that would pay
 
-The ceiling is that of `photinus bench` (tools/bench/result.py): the floor, or the rate of host memory divided by
-3 G + 1 where that is less. With GPU_FAKE set, sizes are small and no bar holds: every line runs, nothing is learned.
+The ceiling is the floor, or the rate of host memory divided by 3 G + 1 where that is less (docs/how-to/gpus.md). With
+GPU_FAKE set, sizes are small and no bar holds: every line runs, nothing is learned.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests.rank_po
 
 from benchmarks.gpu_results import tell
 from benchmarks.ranks.gpu_rank import COPIES, GPU_ADDS, HOST_COPY
-from photinus.tools.bench.options import size_name
-from photinus.tools.bench.result import predict
+from photinus.tools.bench.result import size_name
 from tests.fake_cuda import library
 from tests.gpu.device import FAKE
 from tests.rank_pool import RankError, RankPool
@@ -99,9 +98,10 @@ def measure(pool: RankPool, case: Case) -> dict[str, dict[str, float]]:
 
 
 def ceiling_of(case: Case, figures: dict[str, dict[str, float]]) -> tuple[float, str]:
-    """What the copies, or host memory, allow, and which binds."""
+    """What the copies, or host memory, allow, and which binds (docs/how-to/gpus.md has the count of bytes)."""
     memory = 2 * case.ranks * case.size_bytes / figures[HOST_COPY]["s"]
-    return predict(case.ranks, case.size_bytes / figures[COPIES]["s"], memory)
+    link = case.size_bytes / figures[COPIES]["s"]
+    return min((link, "PCIe"), (memory / (3 * case.ranks + 1), "host memory"))
 
 
 def judge(case: Case, figures: dict[str, dict[str, float]], one: float | None) -> tuple[list[str], list[str]]:

@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4806,
     "runlog": 1760,
     "templates": 340,
-    "tools": 3020,
+    "tools": 2846,
     "top": 1693,
     "trainer": 12088,
 }

@@ -1,4 +1,4 @@
-"""`photinus bench --device cuda`: which backend it keeps, and what copies allow. No GPU is needed."""
+"""`photinus bench --device cuda`: which backend it keeps, and what limits it. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 
 from photinus.cli.main import main
 from photinus.tools.bench import measure
-from photinus.tools.bench.measure import keep_choice
-from photinus.tools.bench.options import parse_bench
-from photinus.tools.bench.result import Result, explain_gpus, limits, predict
+from photinus.tools.bench.measure import keep_choice, parser
+from photinus.tools.bench.result import Result, limits
 from photinus.tools.doctor.backend_rank import through_host
-from photinus.tools.doctor.plan import COPIES, COPY, HOST_COPY, Plan
+from photinus.tools.doctor.plan import COPY, Plan
 from photinus.verdict import Setting, driver_version, look_up_verdict
 
 MIB = 1 << 20
@@ -25,44 +24,12 @@ FACTS: dict[str, Any] = {
     "gpus": [{"name": "A10", "uuid": "one"}, {"name": "A10", "uuid": "two"}],
     "available": {"nccl": True, "ucc": False},
 }
-CUDA = parse_bench(["--device", "cuda"])
+CUDA = parser().parse(["--device", "cuda"])
 ALL = ("photinus", "gloo", "nccl")
 
 
 def result(size: int = 16 * MIB, operation: str = "all_reduce", ranks: int = 2, **milliseconds: float) -> Result:
-    seconds = {HOST_COPY if name == "host_copy" else name: ms * 1e-3 for name, ms in milliseconds.items()}
-    return Result(operation, size, "float32", ranks, seconds)
-
-
-# ---- the model
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ceiling"),
-    [(2, (25.0, "PCIe")), (4, (20.0, "host memory")), (8, (10.4, "host memory"))],
-)
-def test_links_bind_for_few_gpus_and_host_memory_for_many(gpus: int, ceiling: tuple[float, str]) -> None:
-    assert predict(gpus, 25.0, 260.0) == ceiling
-
-
-def test_hfreduces_own_machine_is_bound_by_its_memory() -> None:
-    """320 GB/s of memory and 8 GPUs at 27 GB/s: the paper counts 24 times for a node in a network, 25 fit one node."""
-    ceiling, binds = predict(8, 27e9, 320e9)
-    assert (binds, round(ceiling / 1e9, 1)) == ("host memory", 12.8)
-
-
-def test_what_binds_is_said_here_and_predicted_for_other_numbers_of_gpus() -> None:
-    measured = result(100 * 10**6, copy=4.0, host_copy=2.0)
-    here, others = explain_gpus(measured, gpus=2)
-    assert here.startswith("An all_reduce through the host reaches 25.0 GB/s here at most, and PCIe binds. (Predicted")
-    assert "each link carries the tensor both ways, at 25.0 GB/s while all copy" in here
-    assert "host memory carries it 7 times, at 200.0 GB/s" in here
-    assert others.endswith("4: 15.4 GB/s (host memory), 8: 8.0 GB/s (host memory).")
-
-
-def test_ranks_that_share_a_gpu_share_its_link_and_tell_nothing_of_others() -> None:
-    (here,) = explain_gpus(result(copy=4.0, host_copy=2.0), gpus=1)
-    assert "each rank's share of a link" in here
+    return Result(operation, size, "float32", ranks, {name: ms * 1e-3 for name, ms in milliseconds.items()})
 
 
 # ---- what copies are, and what they tell
@@ -114,8 +81,8 @@ def test_the_choice_is_kept_for_these_gpus_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "results", "facts", "told"),
     [
-        (parse_bench([]), [result()], FACTS, ""),
-        (parse_bench(["--device", "cuda", "--backends", "gloo,photinus"]), [result()], FACTS, "nccl was left out"),
+        (parser().parse([]), [result()], FACTS, ""),
+        (parser().parse(["--device", "cuda", "--backends", "gloo,photinus"]), [result()], FACTS, "nccl was left out"),
         (CUDA, [result(operation="broadcast")], FACTS, "an all_reduce of 1 MiB or more"),
         (CUDA, [result(4096)], FACTS, "an all_reduce of 1 MiB or more"),
         (CUDA, [result()], {**FACTS, "gpus": [{"uuid": ""}, {"uuid": ""}]}, "reports no UUID of these GPUs"),
@@ -138,12 +105,12 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
 # ---- the command
 
 
-def test_the_command_measures_chooses_keeps_and_predicts(
+def test_the_command_measures_chooses_and_keeps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measured(plan: Plan, ranks: int, show: object) -> tuple[list[dict[str, float]], dict[str, str]]:
-        assert (plan.contestants, plan.device, ranks) == (("photinus", "gloo", "nccl", *COPIES), "cuda", 2)
-        rates = {"photinus": 10e9, "nccl": 2e9, COPY: 12e9, HOST_COPY: 50e9}
+        assert (plan.contestants, plan.device, ranks) == (("photinus", "gloo", "nccl", COPY), "cuda", 2)
+        rates = {"photinus": 10e9, "nccl": 2e9, COPY: 12e9}
         found = [{name: 1e-5 + size / rate for name, rate in rates.items()} for _, size in plan.calls]
         return found, {"gloo": "rank 1 ended"}
 
@@ -152,7 +119,6 @@ def test_the_command_measures_chooses_keeps_and_predicts(
     assert main(["bench", "--device", "cuda"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "gloo: did not take part: rank 1 ended" in shown
-    assert "reaches 12.0 GB/s here at most, and PCIe binds" in shown
     assert "Choose photinus: 5." in shown
     assert 'with backend "auto" take photinus from now on.' in shown
     assert kept() == "photinus"

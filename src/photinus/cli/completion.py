@@ -12,7 +12,7 @@ from .main import COMMANDS
 from .parser import Parser
 
 _SHELLS = ("bash", "zsh", "fish")
-_FILES = ("FILE", "FILE.html", "FILE.png", "DIR", "RUN")
+_FILES = ("FILE", "FILE.html", "DIR", "RUN")
 _MORE = """\
   bash   add to ~/.bashrc:   eval "$(photinus completion bash)"
   zsh    add to ~/.zshrc:    eval "$(photinus completion zsh)"

@@ -50,7 +50,7 @@ examples:
   photinus run --nproc-per-node 2 train.py --epochs 3
   photinus new digits                         a project to start from
   photinus doctor                             which backends work here?
-  photinus bench --plot bandwidth.png
+  photinus bench                              which backend is fastest here?
   photinus top                                live progress; which rank is slow?
   photinus report runs/digits                 curves, times, options: one page
   photinus run --help"""

@@ -2,78 +2,89 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import platform
 import shutil
-import sys
 import textwrap
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from ...cli.flag_values import positive_seconds, whole_number
+from ...cli.parser import Parser
 from ...errors import DeviceError, LaunchError
 from ...run.local.devices import usable_cores
 from ...verdict import Setting, driver_version, keep_verdict
 from ...version import __version__
-from ..doctor.plan import COPIES, COPY, Plan
-from ..doctor.software import ask_engine, ask_torch
+from ..doctor.plan import COPY, Plan
+from ..doctor.software import ask_torch
 from ..doctor.turns import measure
-from .options import DTYPES, parse_bench, size_name
-from .options import parser as parser  # each command has its own, in the module of its main
-from .result import Result, choose, explain_gpus, limits, plot, print_table
-
-_PARTS = "all_to_all"
-_BY_PARTS = "small: through flat slots; from arenas where a sender's tensors lie there; chunk by chunk else"
-_WHOLE = ("reduce_scatter", "all_gather")
-
-
-def print_explanation(options: Namespace, ranks: int) -> None:
-    """Print a table, or JSON. `ranks`: on this host, if no hosts are given. LaunchError: the engine does not work."""
-    hosts = options.hosts or (ranks,)
-    explained = [_explain(options, hosts, operation) for operation in options.operations]
-    if options.as_json:
-        print(json.dumps({"hosts": hosts, "unit": "seconds by the model", "operations": explained}, indent=1))
-        return
-    on = f"{len(hosts)} host{'s' * (len(hosts) > 1)}"
-    print(f"{sum(hosts)} ranks on {on}, {options.dtype} in arenas; times by the model of docs/scale.md\n")
-    for each in explained:
-        if each["levels"]:
-            print(f"{each['operation']}: {each['levels']}")
-        for call in each["calls"]:
-            what = call["algorithm"] + (f" over {call['levels']}" if call["levels"] else "")
-            time = f"{call['seconds'] * 1e6:.4g} µs"
-            size = size_name(call["bytes"])
-            print(f"{size:>9}  {each['operation']:<14} {time:>12}  {what:<16} {call['kernels']}  {call['reason']}")
-
-
-def _explain(options: Namespace, hosts: tuple[int, ...], operation: str) -> dict[str, Any]:
-    item = DTYPES[options.dtype]
-    parts = sum(hosts) if operation in _WHOLE else 1
-    sizes = [max(1, size // item // parts) for size in sorted(options.sizes_bytes)]
-    if operation == _PARTS:
-        return {"operation": operation, "levels": _BY_PARTS, "calls": []}
-    speeds = (options.latency_us * 1e-6, options.rate_gbit / 8e-9)
-    question = {"counts": hosts, "operation": operation, "sizes_elems": sizes, "dtype": options.dtype, "speeds": speeds}
-    answer, error = ask_engine(options.timeout_s, json.dumps(question))
-    if answer is None:
-        raise LaunchError(f"the engine does not work here: {error}")
-    levels, calls = answer["explained"]
-    calls = [{"bytes": elems * item * parts, **call} for elems, call in zip(sizes, calls, strict=True)]
-    return {"operation": operation, "levels": levels, "calls": calls}
-
+from .result import Result, choose, limits, print_table
 
 _LEAST_BYTES = 1 << 20  # below, it is latency that is compared
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+_BACKENDS = ("photinus", "gloo", "nccl", "ucc")
+DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_SIZES = tuple(4 ** (power + 1) * 1024 for power in range(8))
+_MOST_RANKS = 1024
+_UNITS = {"B": 1, "K": 1 << 10, "KiB": 1 << 10, "M": 1 << 20, "MiB": 1 << 20, "G": 1 << 30, "GiB": 1 << 30}
+
+_ABOUT = """\
+Measure collectives on this host over every backend that works here, in turns.
+Compare them with plain memory copies by the same ranks. Print what limits each
+backend, and which one to choose. Separate lists by commas."""
+_MORE = """\
+examples:
+  photinus bench
+  photinus bench --nproc-per-node 4 --ops all_reduce,all_gather --sizes 1M,16M
+  photinus bench --device cuda
+
+algbw is the size divided by the time. busbw counts the bytes that each rank has
+to move for it, as nccl-tests do: compare it between operations and numbers of
+ranks. The size is that of the whole tensor: reduce_scatter's input on each
+rank, all_gather's output.
+
+exit code: 0; 1 if a backend that you asked for failed; 2 for wrong use, or if
+the device does not exist."""
+
+
+def parser() -> Parser:
+    """Return the parser of the command line. A value that is None is found out here."""
+    parser = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
+    ranks = "number of ranks, at least 2. default: one per GPU, or per usable core (2 to 8)"
+    parser.add("--nproc-per-node N", ranks, whole_number(2, _MOST_RANKS), dest="ranks")
+    where = "device of the tensors. cuda: the fastest backend is saved, and backend auto uses it from then on; with "
+    where += "fewer GPUs than ranks, ranks share GPUs, without nccl. default: cpu (nccl: GPUs)"
+    parser.add("--device cpu|cuda", where, one_of=("cpu", "cuda"), default="cpu")
+    operations = f"operations: {', '.join(_OPERATIONS)}. default: all_reduce"
+    parser.add("--ops LIST", operations, some_of=_OPERATIONS, default=("all_reduce",), dest="operations")
+    sizes = "sizes of the tensor, like 4K,1M,64M. default: 4K, 16K, ... 64M"
+    parser.add("--sizes LIST", sizes, _sizes, default=_SIZES, dest="sizes_bytes")
+    parser.add("--dtype TYPE", f"one of {', '.join(DTYPES)}. default: float32", one_of=tuple(DTYPES), default="float32")
+    parser.add("--backends LIST", f"backends: {', '.join(_BACKENDS)}. default: all that work here", some_of=_BACKENDS)
+    parser.add("--seconds S", "approximate time of each measurement. default: 0.3", positive_seconds, default=0.3)
+    parser.add("--json", "print the figures as JSON", dest="as_json")
+    each = "timeout of each measurement. default: 120"
+    parser.add("--timeout SECONDS", each, positive_seconds, default=120.0, dest="timeout_s")
+    return parser
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    found = []
+    for word in text.replace(",", " ").split():
+        number = word.rstrip("BKMGi")
+        try:
+            found.append(int(float(number) * _UNITS[word[len(number) :] or "B"]))
+        except (ValueError, KeyError, OverflowError):
+            raise ArgumentTypeError("needs sizes like 512, 4K, 16M or 1GiB.") from None
+    if not found or min(found) < 1:
+        raise ArgumentTypeError("needs at least 1 byte.")
+    return tuple(found)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, and return 1 if a backend that was asked for failed, else 0."""
-    options = parse_bench(arguments)
-    if options.explain:
-        print_explanation(options, options.ranks or max(2, min(8, usable_cores())))
-        return 0
-    if options.plot is not None:
-        importlib.import_module("matplotlib")  # found missing before anything is measured
+    options = parser().parse(arguments)
     torch, error = ask_torch(options.timeout_s)
     if torch is None:
         raise LaunchError(f"photinus bench needs PyTorch: {error}")
@@ -103,13 +114,9 @@ def main(arguments: Sequence[str]) -> int:
         print_table(results, backends)
         print()
         lines = [line for name in backends for line in limits(results, name, through_host=on_gpus)]
-        lines += explain_gpus(results[-1], len(gpus)) if on_gpus else []
         lines += [f"{name}: did not take part: {why}" for name, why in absent.items()]
         for line in [*lines, "", f"Choose {best}: {reason}.", *filter(None, [note])]:
             print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  "))
-    if options.plot is not None:
-        plot(results, backends, f"Collectives on one host: {title}", options.plot)
-        print(f"The picture is in {options.plot}.", file=sys.stderr)
     return int(bool(options.backends and absent))
 
 
@@ -121,8 +128,7 @@ def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[l
     # reduce_scatter and all_gather need an equal part for each rank.
     sizes = [max(1, size // item // ranks) * ranks * item for size in sorted(options.sizes_bytes)]
     calls = tuple((operation, size) for operation in options.operations for size in sizes)
-    copies = COPIES if options.device == "cuda" else (COPY,)
-    plan = Plan((*backends, *copies), calls, options.dtype, options.device, options.seconds, options.timeout_s)
+    plan = Plan((*backends, COPY), calls, options.dtype, options.device, options.seconds, options.timeout_s)
     console = Console(stderr=True, highlight=False)  # a line that says what is measured now, where that is a terminal
     with console.status("starting") as status:
         found, absent = measure(plan, ranks, status.update)

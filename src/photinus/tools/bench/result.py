@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ...runlog.units import bandwidth
-from ..doctor.plan import COPIES, COPY, HOST_COPY
-from .options import size_name
+from ..doctor.plan import COPY
 
 _BUCKET_BYTES = 25 << 20  # what torch's and our DDP exchange at once
 _LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
@@ -24,6 +21,14 @@ _OWN_WORK = {
 }
 
 
+def size_name(size_bytes: int) -> str:
+    """Like 4 KiB or 16 MiB."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:g} {unit}"
+    return f"{size_bytes} B"
+
+
 def bus_factor(operation: str, ranks: int) -> float:
     """Return busbw / algbw (the formulas of nccl-tests, doc/PERFORMANCE.md)."""
     if operation == "all_reduce":
@@ -33,7 +38,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """Mean times of one operation and size: {backend: seconds}, with what COPIES take."""
+    """Mean times of one operation and size: {backend: seconds}, with what COPY takes."""
 
     operation: str
     size_bytes: int
@@ -53,7 +58,7 @@ class Result:
         """Return all figures, for programs."""
         read = {"operation": self.operation, "bytes": self.size_bytes, "dtype": self.dtype, "ranks": self.ranks}
         read |= {"seconds": self.seconds, "algbw": {name: self.algbw(name) for name in self.seconds}}
-        return read | {"busbw": {name: self.busbw(name) for name in self.seconds if name not in COPIES}}
+        return read | {"busbw": {name: self.busbw(name) for name in self.seconds if name != COPY}}
 
 
 def limits(results: Sequence[Result], backend: str, *, through_host: bool = False) -> list[str]:
@@ -105,37 +110,7 @@ def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str
     return best, reason
 
 
-_OTHERS = (2, 4, 8)
 _FIGURE = 7  # columns of the table
-
-
-def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
-    """Return the most bytes of the tensor per second of an all_reduce, and what binds: "PCIe" or "host memory".
-
-    Args:
-        gpus: ranks of one host, each with a GPU.
-        link: bytes per second of a GPU's link, each way while the other way is busy and all GPUs copy.
-        memory: bytes per second of the host's memory, read and written taken together.
-    """
-    return min((link, "PCIe"), (memory / (3 * gpus + 1), "host memory"))
-
-
-def explain_gpus(result: Result, gpus: int) -> list[str]:
-    """Return lines on the ceiling here, and for other numbers of such GPUs, from the largest tensor's result."""
-    link = result.size_bytes / result.seconds[COPY]
-    memory = 2 * result.ranks * result.size_bytes / result.seconds[HOST_COPY]  # each copy reads and writes
-    here, binds = predict(result.ranks, link, memory)
-    each = "link" if result.ranks <= gpus else "rank's share of a link"
-    lines = [
-        f"An all_reduce through the host reaches {bandwidth(here)} here at most, and {binds} binds. "
-        f"(Predicted from counted bytes: each {each} carries the tensor both ways, at {bandwidth(link)} while all "
-        f"copy; host memory carries it {3 * result.ranks + 1} times, at {bandwidth(memory)}.)"
-    ]
-    if result.ranks <= gpus:
-        others = {number: predict(number, link, memory) for number in _OTHERS if number != result.ranks}
-        words = ", ".join(f"{number}: {bandwidth(ceiling)} ({what})" for number, (ceiling, what) in others.items())
-        lines.append(f"Predicted for other numbers of such GPUs, if their links stay as fast: {words}.")
-    return lines
 
 
 def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
@@ -154,36 +129,3 @@ def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
     for size, operation, *figures in rows:
         cells = [f"{size:>{widths[0]}}", f"{operation:<{widths[1]}}"]
         print(*cells, *(f"{cell:>{width}}" for cell, width in zip(figures, widths[2:], strict=True)))
-
-
-def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: Path) -> None:
-    """Draw bandwidth over size, a line for each backend and operation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
-    operations = list(dict.fromkeys(each.operation for each in results))
-    styles = ("-", "--", ":", "-.", (0, (1, 3)))
-    for operation, style in zip(operations, styles, strict=False):
-        series = [each for each in results if each.operation == operation]
-        sizes = [each.size_bytes for each in series]
-        for number, backend in enumerate(backends):
-            label = backend if len(operations) == 1 else f"{backend}, {operation}"
-            how: dict[str, Any] = {"linestyle": style, "color": f"C{number}", "marker": "o", "markersize": 4}
-            axes.plot(sizes, [each.algbw(backend) for each in series], label=label, **how)
-        if operation == operations[0]:
-            axes.plot(sizes, [each.algbw(COPY) for each in series], color="0.6", label="all ranks copy memory")
-    sizes = sorted({each.size_bytes for each in results})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [size_name(size) for size in sizes], rotation=30)
-    axes.minorticks_off()
-    axes.set_xlabel("tensor")
-    axes.set_ylabel("GB/s (tensor's bytes / time)")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

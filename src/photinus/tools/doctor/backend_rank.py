@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveError
-from .plan import COPIES, COPY, HOST_COPY, Plan, tell
+from .plan import COPY, Plan, tell
 
 _ROUNDS = 3
 # A trial of a fifth of a turn says how many calls a turn has.
@@ -66,17 +66,15 @@ class _Member:
     """A contestant in this rank: its group, its tensors, and the call to measure."""
 
     def __init__(self, name: str, plan: Plan) -> None:
-        self._is_copy, self._dtype = name in COPIES, getattr(torch, plan.dtype)
+        self._is_copy, self._dtype = name == COPY, getattr(torch, plan.dtype)
         self.device = torch.device("cpu")
-        if name == "nccl" or (plan.device == "cuda" and name != HOST_COPY):
+        if name == "nccl" or plan.device == "cuda":
             self.device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
             dist.init_process_group(name)
         is_default = self._is_copy or name == plan.contestants[0]
         self._group: Any = dist.group.WORLD if is_default else dist.new_group(backend=name)
-        # One thread does not fill the channels of a server's memory.
-        self._threads = max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()) if name == HOST_COPY else 1
         self._call: Callable[[], object] = lambda: None
 
     def prepare(self, operation: str, size_bytes: int) -> None:
@@ -116,7 +114,6 @@ class _Member:
     def run(self, calls: int) -> float:
         """Return the seconds of one call: the mean over `calls`, after a tenth as many to warm up."""
         settle: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        torch.set_num_threads(self._threads)
         for _ in range(calls // 10 + 1):
             self._call()
         settle()
@@ -125,9 +122,7 @@ class _Member:
         for _ in range(calls):
             self._call()
         settle()
-        seconds = (time.perf_counter() - start) / calls
-        torch.set_num_threads(1)
-        return seconds
+        return (time.perf_counter() - start) / calls
 
 
 _CHUNK_BYTES, _PLACES = 2 << 20, 8

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-COPY, HOST_COPY = COPIES = ("copy", "copy in host memory")
-"""Not backends. All ranks copy their tensors at once: within memory, or from the GPU to the host and back; and, where
-tensors are on GPUs, as much within the host's memory. No all_reduce can be much faster."""
+COPY = "copy"
+"""Not a backend. All ranks copy their tensors at once: within memory, or from the GPU to the host and back. No
+all_reduce can be much faster."""
 _MARK = "\x00told: "  # libraries print on the same stream, and the launcher puts a rank's number in front of a line
 
 
@@ -19,7 +19,7 @@ class Plan:
     """The measurements that ranks make.
 
     Attributes:
-        contestants: backends and COPIES; the first is a backend, over which the ranks also agree.
+        contestants: backends and COPY; the first is a backend, over which the ranks also agree.
         calls: operations, each with the bytes of the whole tensor.
         seconds: approximate time of a contestant's turns for each call.
         timeout_s: seconds after which a rank that makes no progress is killed.

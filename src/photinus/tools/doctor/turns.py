@@ -17,7 +17,7 @@ from ...errors import LaunchError
 from ...run.from_python import launch
 from ...run.local.devices import VISIBLE
 from .finding import LATE
-from .plan import COPIES, JobOutput, Plan
+from .plan import COPY, JobOutput, Plan
 
 
 def measure(
@@ -38,7 +38,7 @@ def measure(
         begun[:] = message["begins"]
         show(" ".join(begun))
 
-    while remaining and remaining[0] not in COPIES:
+    while remaining and remaining[0] != COPY:
         # Figures of before the failure are dropped: a backend that hangs or crashes may have slowed the others.
         output = JobOutput(hear)
         begun[:] = remaining[:1]
@@ -47,7 +47,7 @@ def measure(
             with contextlib.redirect_stdout(output):  # what the launcher and all ranks print then comes here
                 return launch(measure_here, nprocs=ranks, args=arguments, cpu=True, oversubscribe=True)[0], absent
         except LaunchError as error:
-            if not output.rest or begun[0] in COPIES:
+            if not output.rest or begun[0] == COPY:
                 raise
             # Of several ranks that fail, the launcher's first line names the one that failed first.
             lines = output.rest.splitlines()
