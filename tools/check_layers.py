@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1752,
     "compat": 845,
     "job": 3449,
-    "parallel": 7271,
+    "parallel": 7211,
     "run": 4806,
     "runlog": 1760,
     "templates": 340,

@@ -158,28 +158,15 @@ def check_a_list_of_capacities(group: dist.ProcessGroup) -> None:
     assert_averages_in_each_step(ddp, group)
 
 
-def check_delayed_parameters_travel_last_and_are_averaged(group: dist.ProcessGroup) -> None:
-    for all_of_them in (False, True):
-        model = small_net()
-        named = [("any name", p) for n, p in model.named_parameters() if all_of_them or n.startswith("4")]
-        ddp = DistributedDataParallel(
-            model,
-            process_group=group,
-            bucket_cap_mb=KIB_IN_MIB,
-            delay_all_reduce_named_params=named,
-            param_to_hook_all_reduce=model[0].weight,
-        )
-        assert_averages_in_each_step(ddp, group)
-        assert set(ddp.reducer.plans[-1].parameters) == (set(range(6)) if all_of_them else {4, 5})
-    with expect(ValueError, "set at the same time"):
-        DistributedDataParallel(small_net(), process_group=group, param_to_hook_all_reduce=model[0].weight)
-    with expect(ValueError, "not among the parameters"):
-        DistributedDataParallel(
-            small_net(),
-            process_group=group,
-            delay_all_reduce_named_params=named,
-            param_to_hook_all_reduce=model[0].weight,
-        )
+def check_delayed_parameters_are_averaged_when_backward_returns(group: dist.ProcessGroup) -> None:
+    model = small_net()
+    ddp = DistributedDataParallel(
+        model,
+        process_group=group,
+        delay_all_reduce_named_params=[("any name", model[4].weight)],
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    assert_averages_in_each_step(ddp, group)
 
 
 # ---- static graph, unused parameters

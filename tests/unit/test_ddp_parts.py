@@ -35,11 +35,6 @@ def test_each_bucket_has_its_own_cap_and_the_last_cap_goes_on() -> None:
     assert [len(plan.parameters) for plan in plans] == [1, 2, 2, 2, 1]
 
 
-def test_delayed_parameters_lie_behind_all_others_whatever_their_size() -> None:
-    plans = assign_buckets(specs(*[16] * 6), cap_bytes=64, last=frozenset({5, 2}))
-    assert [plan.parameters for plan in plans] == [(4,), (3,), (1,), (0,), (5, 2)]
-
-
 def test_without_alignment_gradients_are_packed() -> None:
     (plan,) = assign_buckets(specs(3, 5), cap_bytes=10**6, alignment_bytes=1)
     assert plan.offsets == (0, 5)

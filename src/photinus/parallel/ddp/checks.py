@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,37 +150,6 @@ def check_wire_dtype(wire_dtype: torch.dtype | None, backend: str) -> None:
 def _few(names: Sequence[str]) -> str:
     text = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"{text} {'is' if len(names) == 1 else 'are'}"
-
-
-def check_delayed(
-    delayed: Iterable[tuple[str, nn.Parameter]] | None,
-    hooked: nn.Parameter | None,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-) -> tuple[frozenset[str], int | None]:
-    """Return the parameters exchanged last (by name), and whose gradient they wait for (index among trainable).
-
-    Raises:
-        UnsuitableModelError: only one of the two is given, or a parameter that is not the model's.
-    """
-    if (delayed is None) != (hooked is None):
-        raise UnsuitableModelError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-        )
-    if delayed is None or hooked is None:
-        return frozenset(), None
-    names, delayed = {id(parameter): name for name, parameter in parameters}, list(delayed)
-    strangers = [name for name, parameter in delayed if id(parameter) not in names]
-    if strangers:
-        raise UnsuitableModelError(
-            f"delay_all_reduce_named_params: {_few(strangers)} not among the parameters of the model"
-        )
-    trainable = [id(parameter) for _, parameter in parameters if parameter.requires_grad]
-    if id(hooked) not in trainable:
-        raise UnsuitableModelError(
-            "param_to_hook_all_reduce is not among the parameters of the model that require grad, so its gradient "
-            "never comes"
-        )
-    return frozenset(names[id(parameter)] for _, parameter in delayed), trainable.index(id(hooked))
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:

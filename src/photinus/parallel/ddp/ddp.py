@@ -36,7 +36,6 @@ from .buffer_sync import BufferSync
 from .checks import (
     buffer_sync_options,
     capacities,
-    check_delayed,
     check_device_ids,
     check_wire_dtype,
     device_to_move_to,
@@ -75,8 +74,8 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             one. If False, a gradient that you kept stays valid: the bucket then gets other memory. Neither copies
             gradients back after the exchange.
         static_graph: every step uses the same parameters in the same way. The first step shows which are unused.
-        delay_all_reduce_named_params: (name, parameter) pairs to exchange after all others, and ...
-        param_to_hook_all_reduce: ... not before the gradient of this parameter is ready.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: no effect: a gradient is exchanged when its bucket is
+            complete, and is the average when backward returns.
         mixed_precision: torch's `_MixedPrecision`, or an object with its attributes; see
             `photinus.parallel.ddp.mixed_precision`. It does not work with activation checkpoints inside the model.
         device_mesh: a mesh of one dimension, whose group is used instead of process_group.
@@ -191,7 +190,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             self.device_type = self.device.type
             self.device_ids = check_device_ids(device_ids, output_device, self.device)
             self.output_device = self.device_ids[0] if self.device_ids else None
-            self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, pairs)
         except ValueError as error:
             refusal = error  # told to the other ranks first: what one refuses, all refuse
         exchanging = init_sync and self.process_group.size() > 1
@@ -223,7 +221,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             f"options: bucket_cap_bytes={self.bucket_bytes_cap_list or self.bucket_bytes_cap} "
             f"forward_sync_buffers={self.forward_sync_buffers} find_unused_parameters={self.find_unused_parameters} "
             f"static_graph={self.static_graph} skip_all_reduce_unused_params={self.skip_all_reduce_unused_params} "
-            f"mixed_precision={self.mixed_precision} delayed={sorted(self._delayed[0])} nan_guard={self.nan_guard} "
+            f"mixed_precision={self.mixed_precision} nan_guard={self.nan_guard} "
             f"check_ranks={self.check_ranks} wire_dtype={self.wire_dtype}"
         ]
         lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in pairs]
@@ -240,7 +238,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         # With SyncBatchNorm, ranks that use different parameters would launch buckets and statistics in different
         # orders over one group. Launching at the end of backward keeps them apart.
         statistics_in_backward = any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in self.module.modules())
-        delayed, delayed_after = self._delayed
         self.reducer = Reducer(
             [(n, p) for n, p in pairs if p.requires_grad],
             self.process_group,
@@ -250,8 +247,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 find_unused_parameters=self.find_unused_parameters and not self.static_graph,
                 skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters,
                 sparse=sparse_parameters(self.module),
-                last=delayed,
-                last_after=delayed_after,
                 overlap=not (self.find_unused_parameters and statistics_in_backward),
                 static_graph=self.static_graph,
                 gradients_are_views=self.gradient_as_bucket_view,

@@ -84,7 +84,6 @@ class BucketLauncher:
             cap_bytes=self._options.bucket_cap_bytes,
             caps_bytes=self._options.caps_bytes,
             order=None if self.order is None else [position[i] for i in self.order if i in position],
-            last=frozenset(i for i, slot in enumerate(self._slots) if slot.name in self._options.last),
             alignment_bytes=ALIGNMENT_BYTES if self.exchange.carries_tail else 1,
         )
 
@@ -106,10 +105,7 @@ class BucketLauncher:
             slots = [self._slots[i] for i in plan.parameters]
             # Batched PowerSGD lets a bucket grow to a square. Memory that a group offers cannot grow.
             room = 0 if self.exchange.carries_tail else math.ceil(math.sqrt(plan.elems)) ** 2 - plan.elems
-            bucket = Bucket(number, plan, slots, tail, self._allocate, room, is_last)
-            delayed = slots[0].name in self._options.last
-            bucket.also_waits = 1 if delayed and self._options.last_after is not None else 0
-            buckets.append(bucket)
+            buckets.append(Bucket(number, plan, slots, tail, self._allocate, room, is_last))
         self.buckets = buckets
 
     def shadow(self, bucket: Bucket) -> Bucket:
@@ -133,11 +129,6 @@ class BucketLauncher:
     def all_launched(self) -> bool:
         """Return whether every bucket of the round is under way."""
         return self._launched == len(self.buckets)
-
-    def count_event(self) -> None:
-        """Note that what some buckets wait for besides their own gradients has happened."""
-        for bucket in self.buckets:
-            bucket.pending -= bucket.also_waits
 
     def bring_home(self, slots: Sequence[Slot]) -> None:
         """Puts gradients of this round into their places."""
@@ -189,7 +180,7 @@ class BucketLauncher:
         self.with_graph.clear()
         for bucket in self.buckets:
             # All gradients count, those that never come too: `_count_absent` takes them off.
-            bucket.pending = len(bucket.slots) + bucket.also_waits
+            bucket.pending = len(bucket.slots)
             bucket.work, bucket.skipped = None, False
             bucket.arriving.clear()
         if self.tail is not None:

@@ -74,7 +74,6 @@ def assign_buckets(
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
     caps_bytes: Sequence[int] = (),
     order: Sequence[int] | None = None,
-    last: frozenset[int] = frozenset(),
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> list[BucketPlan]:
     """Assigns each parameter to one bucket; returns the buckets in the order in which they will be complete.
@@ -89,7 +88,6 @@ def assign_buckets(
         first_cap_bytes: cap of the first bucket of each dtype.
         caps_bytes: caps of the first, second, … bucket of each dtype in place of the two above; the last one goes on.
         order: indices in the order in which gradients are expected; default: reverse registration order.
-        last: parameters that have one bucket per dtype for themselves, behind all others and of any size.
         alignment_bytes: where a gradient may begin; 1 packs them without gaps.
 
     Raises:
@@ -106,9 +104,9 @@ def assign_buckets(
         raise ValueError(f"order must name each of the {len(parameters)} parameters once, got {walk}")
 
     # Buckets of several dtypes fill at the same time, because one collective adds one type.
-    filling: dict[tuple[torch.dtype, bool], _OpenBucket] = {}
+    filling: dict[torch.dtype, _OpenBucket] = {}
     buckets_closed: dict[torch.dtype, int] = {}
-    closed: list[tuple[bool, int, BucketPlan]] = []
+    closed: list[tuple[int, BucketPlan]] = []
 
     def cap_of(dtype: torch.dtype) -> int:
         number = buckets_closed.get(dtype, 0)
@@ -116,30 +114,28 @@ def assign_buckets(
             return caps_bytes[min(number, len(caps_bytes) - 1)]
         return cap_bytes if number else min(first_cap_bytes, cap_bytes)
 
-    def close(key: tuple[torch.dtype, bool]) -> None:
-        bucket = filling.pop(key)
-        plan = BucketPlan(key[0], tuple(bucket.parameters), tuple(bucket.offsets), bucket.elems)
-        closed.append((key[1], bucket.last_position, plan))
-        buckets_closed[key[0]] = buckets_closed.get(key[0], 0) + 1
+    def close(dtype: torch.dtype) -> None:
+        bucket = filling.pop(dtype)
+        plan = BucketPlan(dtype, tuple(bucket.parameters), tuple(bucket.offsets), bucket.elems)
+        closed.append((bucket.last_position, plan))
+        buckets_closed[dtype] = buckets_closed.get(dtype, 0) + 1
 
     for position, index in enumerate(walk):
         dtype = parameters[index].dtype
         # Rounded up, so that the gradient behind it begins on a cache line too.
         multiple = max(1, alignment_bytes // dtype.itemsize)
         room_elems = -(-parameters[index].numel() // multiple) * multiple
-        key = (dtype, index in last)
-        bucket = filling.get(key)
-        # Those that come last (key[1]) wait for the same event, so nothing is gained by more than one bucket.
-        if bucket is not None and not key[1] and (bucket.elems + room_elems) * dtype.itemsize > cap_of(dtype):
-            close(key)
+        bucket = filling.get(dtype)
+        if bucket is not None and (bucket.elems + room_elems) * dtype.itemsize > cap_of(dtype):
+            close(dtype)
             bucket = None
         if bucket is None:
-            bucket = filling[key] = _OpenBucket([], [], 0, position)
+            bucket = filling[dtype] = _OpenBucket([], [], 0, position)
         bucket.parameters.append(index)
         bucket.offsets.append(bucket.elems)
         bucket.elems += room_elems
         bucket.last_position = position
-    for key in list(filling):
-        close(key)
+    for dtype in list(filling):
+        close(dtype)
     # Launched in this order on all ranks, so it should be that in which they are complete.
-    return [plan for _, _, plan in sorted(closed, key=lambda entry: entry[:2])]
+    return [plan for _, plan in sorted(closed, key=lambda entry: entry[0])]

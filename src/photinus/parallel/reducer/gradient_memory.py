@@ -50,9 +50,8 @@ class Bucket:
         room_elems: elements of memory behind all that, for hooks that resize what they are given.
         flat: all of it, what is exchanged.
         payload: the gradients without the tail.
-        pending: gradients (and other events) that this round still waits for.
+        pending: gradients that this round still waits for.
         is_last: whether it is the last in the order of launches.
-        also_waits: events besides its own gradients that it waits for in each round.
         arriving: small gradients that have come and do not lie here yet.
         work: set from launch until the round is closed.
     """
@@ -67,7 +66,6 @@ class Bucket:
     flat: torch.Tensor = field(init=False)
     payload: torch.Tensor = field(init=False)
     pending: int = 0
-    also_waits: int = 0
     arriving: list[Slot] = field(default_factory=list)
     work: Pending | None = None
     skipped: bool = False

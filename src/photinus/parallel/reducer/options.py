@@ -17,8 +17,6 @@ class ReducerOptions:
             any rank. Otherwise it is an error.
         skip_unused: buckets of which no parameter is used are not exchanged; every rank must leave out the same.
         sparse: names of the parameters whose gradients are expected to be sparse.
-        last: names of the parameters that are exchanged behind all others, in buckets of their own.
-        last_after: index of the parameter whose gradient they wait for too.
         overlap: launch during backward. When False, everything is launched at its end: for models whose ranks use
             different parameters and exchange other things in backward (SyncBatchNorm) over the same group.
         static_graph: see `photinus.parallel.reducer.used_parameters`.
@@ -35,8 +33,6 @@ class ReducerOptions:
     find_unused_parameters: bool = False
     skip_unused: bool = False
     sparse: frozenset[str] = frozenset()
-    last: frozenset[str] = frozenset()
-    last_after: int | None = None
     overlap: bool = True
     static_graph: bool = False
     gradients_are_views: bool = False

@@ -345,7 +345,6 @@ class Reducer:
         views = self.options.gradients_are_views
         static = self.static_graph
 
-        simple = static is None and self.options.last_after != slot.index
         together = self.device.type != "cpu" or slot.parameter.nbytes <= _COPIED_TOGETHER_BYTES
         streams = self._streams
         hooks: dict[int, Any] = cast(Any, slot.parameter)._post_accumulate_grad_hooks
@@ -372,7 +371,7 @@ class Reducer:
                 self._note_undefined(slot)
                 return
             bucket = slot.bucket
-            if together and simple and bucket is not None and self._open:
+            if together and static is None and bucket is not None and self._open:
                 bucket.arriving.append(slot)  # one call copies them when the bucket is complete
             elif self._open:
                 self._launcher.bring_home([slot])
@@ -380,7 +379,7 @@ class Reducer:
                 bring_home([slot], as_views=views)
             if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
                 return
-            if simple and bucket is not None and self.rounds:
+            if static is None and bucket is not None and self.rounds:
                 # `_count`, written out: with 2,000 small parameters a call for each is felt.
                 slot.arrived = True
                 bucket.pending -= 1
@@ -403,11 +402,9 @@ class Reducer:
         slot.arrived = True
         if self.rounds == 0:
             self.arrival_order.append(slot.index)
-        if self.options.last_after == slot.index:
-            self._launcher.count_event()
         assert slot.bucket is not None
         slot.bucket.pending -= 1
-        if slot.bucket.pending == 0 or self.options.last_after == slot.index:
+        if slot.bucket.pending == 0:
             self._launcher.launch_complete()
 
     def _on_sparse_gradient(self, slot: Slot) -> None:
@@ -463,8 +460,6 @@ class Reducer:
     def _count_absent(self, slot: Slot) -> None:
         """Counts a parameter that gets no gradient in this round: what it has accumulated before, or zero."""
         slot.arrived = slot.absent = True
-        if self.options.last_after == slot.index:
-            self._launcher.count_event()
         # Sparse gradients are exchanged at the end of the round, whatever came.
         if slot.bucket is None or slot.view is None:
             return
