@@ -29,6 +29,8 @@ def note(order, copied):
         WRITER._process.kill()
 
 WRITER.write = note
+if fault == "apart":
+    copies._leave_probe = lambda folder: "/nowhere/probe-0"
 with photinus.init("photinus", "cpu", seed=1):
     x = torch.randn(48, 16)
     model = nn.Sequential(nn.Linear(16, 37), nn.BatchNorm1d(37), nn.Linear(37, 5, dtype=torch.float32), nn.Linear(5, 1))
@@ -43,6 +45,7 @@ with photinus.init("photinus", "cpu", seed=1):
         loop.backward(loss)
         optimizer.step()
     photinus.save(out + "/gathered.pt", model=model, optimizer=optimizer)
+    print(loop.summary())
     print("written", os.environ["RANK"], written)
 """
 
@@ -77,16 +80,26 @@ def _same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy: str) -> None:
-    ends = _train_on_two_hosts(tmp_path, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "folder"),
+    [
+        ("zero3", "shared"),
+        ("zero3", "apart"),
+        *(pytest.param(name, "shared", marks=pytest.mark.slow) for name in ("zero1", "zero2")),
+    ],
+)
+def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy: str, folder: str) -> None:
+    ends = _train_on_two_hosts(tmp_path, strategy, folder)
     assert [end.code for end in ends] == [0, 0], ends
     printed = "".join(end.out for end in ends)
-    assert "written 0 [(4, True, 0, 2), (8, True, 0, 2)]" in printed
-    assert "written 1 []" in printed
-    assert "written 2 [(4, True, 1, 2), (8, True, 1, 2)]" in printed
+    # Of each save: the step, whether it is written in parts, this host, and how many hosts write.
+    wanted = {"shared": ([(4, True, 0, 2), (8, True, 0, 2)], [], [(4, True, 1, 2), (8, True, 1, 2)])}
+    wanted["apart"] = [(4, False, 0, 1), (8, False, 0, 1)], [], []
+    for rank, written in enumerate(wanted[folder]):
+        assert f"written {rank} {written}" in printed
     newest = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert newest is not None
+    assert "a copy for saves, in " in printed
     assert sorted(path.name for path in newest.path.iterdir()) == [
         "manifest.json", "model.pt", "optimizer.pt", "position.pt", "rng.pt", "run.pt",
     ]  # fmt: skip

@@ -733,7 +733,8 @@ class Loop:
         how = self._spec.length.describe_end(position) + f" ({self._stopped_by})" * bool(self._stopped_by)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
         how = f"{how}, {shown}" if shown else how
-        return "\n".join(filter(None, (how, self._folder.describe(), self._snapshots.describe())))
+        memory = ", ".join(filter(None, (self._snapshots.describe(), self._saves.describe())))
+        return "\n".join(filter(None, (how, self._folder.describe(), memory)))
 
 
 def _gradients_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

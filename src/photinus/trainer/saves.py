@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
 from ..job.world import World
@@ -19,6 +20,7 @@ from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from ..parallel.exchange.tensors import tensors_in
 from ..parallel.zero.split_states import is_split, own_part
+from ..runlog.units import size
 from .checkpoint import copies
 from .checkpoint.copies import Copied
 from .checkpoint.folder import Checkpoint
@@ -101,13 +103,13 @@ class Saves:
         mine: dict[str, Any] = {"rng": rng.capture(), "bytes": self._bytes()}
         everyone = gather_per_rank(mine)
         numbers = {"rng": [each["rng"] for each in everyone]}
-        size = sum(each["bytes"] for each in everyone) if self.splits() else everyone[0]["bytes"]
+        whole_bytes = sum(each["bytes"] for each in everyone) if self.splits() else everyone[0]["bytes"]
         copied, trained = None, dict[str, Any]()
-        if size >= copies.LEAST_BYTES:
-            content = self._image(position, self.whole_streams(position), (), numbers)
+        if whole_bytes >= copies.LEAST_BYTES:
+            image = partial(self._image, position, self.whole_streams(position), (), numbers)
             session = self._session
             place = World(session.rank, session.world_size, session.local_rank, session.local_world_size)
-            copied = WRITER.copies.take(content, place, step, folder.checkpoints)
+            copied = WRITER.copies.take(image, place, step, folder.checkpoints)
         if copied is None:
             stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
             with together(f"gathering what to save at step {step}"):
@@ -122,7 +124,7 @@ class Saves:
             state: Mapping[str, Any] | Copied | None = copied
             if state is None:
                 state = {**trained, **self._facts(position), **numbers}
-                if size >= copies.LEAST_BYTES:
+                if whole_bytes >= copies.LEAST_BYTES:
                     state = WRITER.copies.alone(Content(state, {})) or state
             # A row's checkpoint may have had to wait for the next step of the optimizer.
             rows = position.history
@@ -209,12 +211,17 @@ class Saves:
                     equal |= states
         return Content(common, own, equal, steady - set(unsteady))
 
+    def describe(self) -> str:
+        """Return the memory that copies for saves take; "" for none."""
+        held = WRITER.copies.host_bytes
+        return f"a copy for saves, in {size(held)} of memory on each host" if held else ""
+
     def _bytes(self) -> int:
         """About how much of a state this rank holds."""
         parts = [self._model, self._optimizer, *self._others.values()]
         held = [[*p.parameters(), *p.buffers()] for p in parts if isinstance(p, nn.Module)]
         held += [tensors_in(dict(p.state)) for p in parts if isinstance(p, torch.optim.Optimizer)]
-        return sum(own_part(each).nbytes for tensors in held for each in tensors)
+        return sum(own_part(each).nbytes for tensors in held for each in tensors if not is_lazy(each))
 
     def splits(self) -> bool | None:
         """Return whether a strategy splits what is trained; None: ranks hold different whole models on purpose."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,16 @@ class Copied:
 
 
 class Copies:
-    """The memory file of this process, and those of its host's ranks that it has opened."""
+    """The memory file of this process, and those of its host's ranks that it has opened.
+
+    Attributes:
+        host_bytes: of the last copy, of all ranks of this host.
+    """
 
     def __init__(self) -> None:
         self._file: MemoryFile | None = None
         self._opened: dict[str, int] = {}
+        self.host_bytes = 0
 
     def alone(self, content: Content) -> Copied | None:
         """Copies a state that this rank has whole. Returns None where there is no room.
@@ -64,12 +70,14 @@ class Copies:
         if copy.bytes - file.allocated_bytes > _MOST_OF_MEMORY * free_memory():
             return None
         copy.make(file)
-        return Copied((self._open(_path_of(file)),))
+        self.host_bytes = copy.bytes
+        return Copied((self._open(_path_of(file), _identity(os.fstat(file.descriptor))),))
 
-    def take(self, content: Content, place: World, step: int, folder: Path) -> Copied | None:
+    def take(self, content: Callable[[], Content], place: World, step: int, folder: Path) -> Copied | None:
         """Copies a state that all ranks have together, some of it in parts. All ranks call it.
 
         Args:
+            content: makes it, without an exchange.
             place: of this rank.
             folder: of the checkpoints: hosts that see one can all write into it.
 
@@ -79,13 +87,17 @@ class Copies:
         Raises:
             TypeError, ValueError: something in it cannot be saved.
         """
-        local, is_split = (place.local_rank, place.local_world_size), bool(content.own)
+        local = place.local_rank, place.local_world_size
         with together(f"copying what to save at step {step}"):
-            copy, file = Copy(Head("", step, place.rank, place.world_size, *local), content), self._own_file()
+            made = content()
+            copy, file = Copy(Head("", step, place.rank, place.world_size, *local), made), self._own_file()
+        is_split = bool(made.own)
         mine: dict[str, Any] = {
             "host": f"{socket.gethostname()} {env.HOST_ID.get()} {World.from_env().host_rank}",
             "place": local,
             "path": _path_of(file),
+            "file": _identity(os.fstat(file.descriptor)),
+            "bytes": copy.bytes,
             "needed": copy.bytes - file.allocated_bytes,
             "free": free_memory(),
             "parted": copy.can_be_parted,
@@ -109,18 +121,19 @@ class Copies:
                 copy.make(file)
                 if place.local_rank == 0:
                     ranks = sorted(there[own], key=lambda each: each["place"])
-                    files = tuple(self._open(each["path"]) for each in ranks[:_MOST_RANKS])
+                    files = tuple(self._open(each["path"], each["file"]) for each in ranks[:_MOST_RANKS])
                     why_not = "too many ranks" if len(files) < len(ranks) else ""
                     if len(there) > 1 and not Path(probe).exists():
                         why_not = "not one folder"
-            except OSError as error:
-                why_not = str(error)
+            except (OSError, RuntimeError, ValueError) as error:
+                why_not = str(error) or type(error).__name__
         answer: dict[str, Any] = {"why not": why_not, "skeleton": copy.skeleton if len(there) > 1 else None}
         answers = gather_per_rank(answer)
         if probe and place.rank == 0:
             Path(probe).unlink(missing_ok=True)
         if any(each["why not"] for each in answers):
             return None
+        self.host_bytes = sum(each["bytes"] for each in by_host[own])
         skeletons = {rank: each["skeleton"] for rank, each in enumerate(answers)} if len(there) > 1 else {}
         return Copied(files, is_parted, own, len(there), probe.rpartition("-")[2], skeletons)
 
@@ -141,10 +154,18 @@ class Copies:
                 os.close(descriptor)
         return self._file
 
-    def _open(self, path: str) -> int:
-        if path not in self._opened:
-            self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._opened[path]
+    def _open(self, path: str, file: tuple[int, int]) -> int:
+        """The descriptor of a rank's file. In a container, its process may have another number than it says."""
+        key = f"{path} {file}"
+        if key not in self._opened:
+            if _identity(os.stat(path)) != file:
+                raise FileNotFoundError(f"{path} is another file than the one of its rank")
+            self._opened[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._opened[key]
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _path_of(file: MemoryFile) -> str:

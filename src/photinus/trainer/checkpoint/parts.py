@@ -17,7 +17,7 @@ import struct
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .manifest import FileRecord, file_name
 
 _BLOCK_BYTES = 64 << 20  # written, and brought to disk, before another sign of life
 _SILENT_S = 120.0
-_BEGINS_WITHIN_S = 20.0
+_SILENT_AFTER_END_S = 20.0
 _LOOK_EVERY_S = 0.02
 _LAID_OUT = "laid-out"
 _DESCRIPTOR = b"PK\x07\x08"  # zip's, behind the bytes of a file: CRC-32 and sizes
@@ -49,10 +49,18 @@ class Parts:
         files: of this host's ranks.
         own: by rank of the job, the skeletons of what each has of its own; of all hosts that take part.
         host, hosts: this one's number, from 0, and how many take part.
+        is_wanted: whether the job that saves still runs: else other hosts are not waited for as long.
     """
 
-    def __init__(self, files: Sequence[File], own: Mapping[int, Any], host: int = 0, hosts: int = 1) -> None:
-        self._host, self._hosts = host, hosts
+    def __init__(
+        self,
+        files: Sequence[File],
+        own: Mapping[int, Any],
+        host: int = 0,
+        hosts: int = 1,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._host, self._hosts, self._is_wanted = host, hosts, is_wanted
         outline = _Outline(files)
         self._content: dict[str, Any] = outline.join([own[rank] for rank in sorted(own)])
         self._pieces = outline.found
@@ -84,7 +92,7 @@ class Parts:
             _tell(folder / _LAID_OUT, "")
         self._fill(folder)
         for host in others:
-            _await(folder / f"host-{host}", f"host {host} of this job's {self._hosts}", watched=f"at-{host}")
+            self._await(folder / f"host-{host}", f"host {host} of this job's {self._hosts}", folder / f"at-{host}")
         with contextlib.ExitStack() as ends:
             for name in (
                 [_LAID_OUT, *(f"{kind}-{host}" for host in others for kind in ("host", "at"))] if others else []
@@ -115,6 +123,20 @@ class Parts:
             tell_failure(folder, token, self._host, str(error))
             raise
 
+    def _await(self, path: Path, who: str, sign: Path) -> None:
+        """Waits until a host says that its part is there. Raises CheckpointError: it failed, or is silent for long."""
+        seen, heard_s = "", time.monotonic()
+        while not path.exists():
+            with contextlib.suppress(OSError):
+                if (newest := sign.read_text()) != seen:
+                    seen, heard_s = newest, time.monotonic()
+            limit_s = _SILENT_S if self._is_wanted() else _SILENT_AFTER_END_S
+            if time.monotonic() - heard_s > limit_s:
+                raise CheckpointError(f"{who} has written nothing for {limit_s:.0f} s")
+            time.sleep(_LOOK_EVERY_S)
+        if error := path.read_text():
+            raise CheckpointError(f"{who} could not write its parts: {error}")
+
     def _fill(self, folder: Path, sign: Path | None = None) -> None:
         for entry, tree in self._content.items():
             with open(folder / file_name(entry), "r+b") as file:
@@ -138,7 +160,7 @@ class Parts:
 def tell_failure(folder: Path, token: str, host: int, text: str) -> None:
     """Lets the first host know that another one cannot write its parts; waits a while for it to begin."""
     began_s = time.monotonic()
-    while not (found := [*folder.glob(f"*-{token}/")]) and time.monotonic() - began_s < _BEGINS_WITHIN_S:
+    while not (found := [*folder.glob(f"*-{token}/")]) and time.monotonic() - began_s < _SILENT_AFTER_END_S:
         time.sleep(_LOOK_EVERY_S)
     for unfinished in found:
         with contextlib.suppress(OSError):
@@ -234,20 +256,6 @@ def _tell(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}")
     new.write_text(text)
     os.replace(new, path)
-
-
-def _await(path: Path, who: str, watched: str) -> None:
-    """Waits until a host says that its part is there. Raises CheckpointError: it failed, or is silent for too long."""
-    sign, heard_s = "", time.monotonic()
-    while not path.exists():
-        with contextlib.suppress(OSError):
-            if (newest := path.with_name(watched).read_text()) != sign:
-                sign, heard_s = newest, time.monotonic()
-        if time.monotonic() - heard_s > _SILENT_S:
-            raise CheckpointError(f"{who} has written nothing for {_SILENT_S:.0f} s")
-        time.sleep(_LOOK_EVERY_S)
-    if error := path.read_text():
-        raise CheckpointError(f"{who} could not write its parts: {error}")
 
 
 @contextlib.contextmanager

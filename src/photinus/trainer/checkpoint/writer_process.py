@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _NICER_BY = 10
 _MOST_DESCRIPTORS = 253  # the kernel's limit for a message
 
 
-def carry_out(request: Mapping[str, Any], images: Sequence[str]) -> str:
+def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Callable[[], bool] = lambda: True) -> str:
     """Writes what the images hold where the order says, and returns the path. Raises what those who write do."""
     order = Order(**request["order"])
     if order.step is None:
@@ -41,7 +41,7 @@ def carry_out(request: Mapping[str, Any], images: Sequence[str]) -> str:
         files = open_files(images)
         skeletons = {rank: read_skeleton(data, "a rank's copy")[1] for rank, data in request["skeletons"].items()}
         own = skeletons or {file.head.rank: file.own for file in files}
-        parts = Parts(files, own, request["host"], request["hosts"])
+        parts = Parts(files, own, request["host"], request["hosts"], is_wanted)
         if request["host"]:
             parts.join_in(Path(order.path), request["token"])
             return ""
@@ -76,7 +76,8 @@ def _serve(parent: int) -> None:
                 return
             request, *images = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
             try:
-                answer = {"path": carry_out(torch.load(request, weights_only=True), images)}
+                asked = torch.load(request, weights_only=True)
+                answer = {"path": carry_out(asked, images, lambda: os.getppid() == parent)}
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 answer = {"kind": type(error).__name__, "error": str(error)}
             for descriptor in descriptors:
