@@ -213,15 +213,15 @@ class Saves:
 
     def describe(self) -> str:
         """Return the memory that copies for saves take; "" for none."""
-        held = WRITER.copies.host_bytes
-        return f"a copy for saves, in {size(held)} of memory on each host" if held else ""
+        host_bytes = WRITER.copies.host_bytes
+        return f"a copy for saves, in {size(host_bytes)} of memory on each host" if host_bytes else ""
 
     def _bytes(self) -> int:
         """About how much of a state this rank holds."""
         parts = [self._model, self._optimizer, *self._others.values()]
-        held = [[*p.parameters(), *p.buffers()] for p in parts if isinstance(p, nn.Module)]
-        held += [tensors_in(dict(p.state)) for p in parts if isinstance(p, torch.optim.Optimizer)]
-        return sum(own_part(each).nbytes for tensors in held for each in tensors if not is_lazy(each))
+        tensors = [[*p.parameters(), *p.buffers()] for p in parts if isinstance(p, nn.Module)]
+        tensors += [tensors_in(dict(p.state)) for p in parts if isinstance(p, torch.optim.Optimizer)]
+        return sum(own_part(each).nbytes for some in tensors for each in some if not is_lazy(each))
 
     def splits(self) -> bool | None:
         """Return whether a strategy splits what is trained; None: ranks hold different whole models on purpose."""

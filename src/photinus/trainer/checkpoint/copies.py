@@ -73,11 +73,11 @@ class Copies:
         self.host_bytes = copy.bytes
         return Copied((self._open(_path_of(file), _identity(os.fstat(file.descriptor))),))
 
-    def take(self, content: Callable[[], Content], place: World, step: int, folder: Path) -> Copied | None:
+    def take(self, image: Callable[[], Content], place: World, step: int, folder: Path) -> Copied | None:
         """Copies a state that all ranks have together, some of it in parts. All ranks call it.
 
         Args:
-            content: makes it, without an exchange.
+            image: makes its content, without an exchange.
             place: of this rank.
             folder: of the checkpoints: hosts that see one can all write into it.
 
@@ -89,9 +89,9 @@ class Copies:
         """
         local = place.local_rank, place.local_world_size
         with together(f"copying what to save at step {step}"):
-            made = content()
-            copy, file = Copy(Head("", step, place.rank, place.world_size, *local), made), self._own_file()
-        is_split = bool(made.own)
+            content = image()
+            copy, file = Copy(Head("", step, place.rank, place.world_size, *local), content), self._own_file()
+        is_split = bool(content.own)
         mine: dict[str, Any] = {
             "host": f"{socket.gethostname()} {env.HOST_ID.get()} {World.from_env().host_rank}",
             "place": local,

@@ -125,11 +125,11 @@ class Parts:
 
     def _await(self, path: Path, who: str, sign: Path) -> None:
         """Waits until a host says that its part is there. Raises CheckpointError: it failed, or is silent for long."""
-        seen, heard_s = "", time.monotonic()
+        before, heard_s = "", time.monotonic()
         while not path.exists():
             with contextlib.suppress(OSError):
-                if (newest := sign.read_text()) != seen:
-                    seen, heard_s = newest, time.monotonic()
+                if (newest := sign.read_text()) != before:
+                    before, heard_s = newest, time.monotonic()
             limit_s = _SILENT_S if self._is_wanted() else _SILENT_AFTER_END_S
             if time.monotonic() - heard_s > limit_s:
                 raise CheckpointError(f"{who} has written nothing for {limit_s:.0f} s")

@@ -76,8 +76,8 @@ def _serve(parent: int) -> None:
                 return
             request, *images = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
             try:
-                asked = torch.load(request, weights_only=True)
-                answer = {"path": carry_out(asked, images, lambda: os.getppid() == parent)}
+                order = torch.load(request, weights_only=True)
+                answer = {"path": carry_out(order, images, lambda: os.getppid() == parent)}
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 answer = {"kind": type(error).__name__, "error": str(error)}
             for descriptor in descriptors:
