@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import photinus
 from photinus.trainer.checkpoint.folder import CheckpointFolder
 from tests.dist.test_run_hosts import ended, free_port, launch
 
@@ -17,18 +18,18 @@ import os, sys
 import torch, photinus
 from torch import nn
 from photinus.trainer.checkpoint import copies
-from photinus.trainer.checkpoint.writer import WRITER
+from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER
 out, strategy, fault = sys.argv[1:4]
 copies.LEAST_BYTES = 0
-written, write = [], WRITER.write
+written = []
 
 def note(order, copied):
     written.append((order.step, copied.is_parted, copied.host, copied.hosts))
-    write(order, copied)
+    type(WRITER).write(WRITER if order.step else FILE_WRITER, order, copied)
     if fault == "killed" and copied.host and len(written) == 2:
         WRITER._process.kill()
 
-WRITER.write = note
+WRITER.write = FILE_WRITER.write = note
 if fault == "apart":
     copies._leave_probe = lambda folder: "/nowhere/probe-0"
 with photinus.init("photinus", "cpu", seed=1):
@@ -44,7 +45,10 @@ with photinus.init("photinus", "cpu", seed=1):
         optimizer.zero_grad()
         loop.backward(loss)
         optimizer.step()
-    photinus.save(out + "/gathered.pt", model=model, optimizer=optimizer)
+    photinus.save(out + "/waited.pt", model=model, optimizer=optimizer, step=loop.step)
+    photinus.save(out + "/beside.pt", wait=False, model=model, optimizer=optimizer, step=loop.step)
+    copies.LEAST_BYTES = 1 << 60
+    photinus.save(out + "/gathered.pt", model=model, optimizer=optimizer, step=loop.step)
     print(loop.summary())
     print("written", os.environ["RANK"], written)
 """
@@ -74,7 +78,7 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, torch.Tensor):
         return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if isinstance(theirs, dict):
-        return list(ours) == list(theirs) and all(_same(ours[key], value) for key, value in theirs.items())
+        return {*ours} == {*theirs} and all(_same(ours[key], value) for key, value in theirs.items())
     if isinstance(theirs, (list, tuple)):
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     return bool(ours == theirs)
@@ -92,10 +96,12 @@ def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy:
     ends = _train_on_two_hosts(tmp_path, strategy, folder)
     assert [end.code for end in ends] == [0, 0], ends
     printed = "".join(end.out for end in ends)
-    # Of each save: the step, whether it is written in parts, this host, and how many hosts write.
-    wanted = {"shared": ([(4, True, 0, 2), (8, True, 0, 2)], [], [(4, True, 1, 2), (8, True, 1, 2)])}
-    wanted["apart"] = [(4, False, 0, 1), (8, False, 0, 1)], [], []
-    for rank, written in enumerate(wanted[folder]):
+    # Of each write by another process: the step of a checkpoint, is it in parts, this host, and how many hosts write.
+    steps = {"shared": (4, 8, None, None), "apart": (4, 8, None)}[folder]
+    facts = {"shared": [(True, 0, 2), (True, 1, 2)], "apart": [(False, 0, 1)]}[folder]
+    first, *rest = ([(step, *each) for step in steps] for each in facts)
+    wanted = [first, [], *(rest or [[]])]
+    for rank, written in enumerate(wanted):
         assert f"written {rank} {written}" in printed
     newest = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert newest is not None
@@ -110,6 +116,12 @@ def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy:
         assert _same(torch.load(path, weights_only=True), whole[entry])
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
+    for name in ("waited", "beside"):
+        path = tmp_path / f"{name}.pt"
+        assert _same(photinus.load(path), whole)
+        with zipfile.ZipFile(path) as archive:
+            assert (archive.testzip(), len(archive.comment)) == (None, 40)
+    assert not [*tmp_path.glob(".tmp*")]
 
 
 def test_a_host_that_cannot_write_its_parts_fails_the_save_on_all(tmp_path: Path) -> None:

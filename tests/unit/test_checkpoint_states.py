@@ -144,6 +144,14 @@ def test_one_tensor_under_two_names_stays_one() -> None:
     assert not loaded["a"].requires_grad
 
 
+@pytest.mark.parametrize(
+    "value", [b"", b"a", b"\xff" * 300, "", 1j, torch.Size([2]), torch.bfloat16, 2**1000, (), set()]
+)
+def test_a_value_that_can_be_saved_can_be_loaded(tmp_path: Path, value: Any) -> None:
+    save(tmp_path / "x.pt", value=value)
+    assert load(tmp_path / "x.pt")["value"] == value
+
+
 def test_the_bytes_needed_are_not_underestimated() -> None:
     model = Net(64)
     optimizer = torch.optim.Adam(model.parameters())

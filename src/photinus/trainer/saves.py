@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
-from ..job.world import World
 from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
-from ..parallel.exchange.tensors import tensors_in
-from ..parallel.zero.split_states import is_split, own_part
+from ..parallel.zero.split_states import own_part
 from ..runlog.units import size
 from .checkpoint import copies
 from .checkpoint.copies import Copied
@@ -28,7 +25,16 @@ from .checkpoint.image import Content
 from .checkpoint.kept import Kept
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
-from .checkpoint.states import PlainState, check_optimizer_state, inside, load_into, state_of, unwrap, whole_stream
+from .checkpoint.states import (
+    PlainState,
+    bytes_held,
+    check_optimizer_state,
+    load_into,
+    local_states,
+    state_of,
+    unwrap,
+    whole_stream,
+)
 from .checkpoint.writer import WRITER
 from .data import rng
 from .data.loader import Loader
@@ -100,16 +106,17 @@ class Saves:
             CheckpointError, OSError, ValueError: it could not be written; every rank raises.
         """
         step = position.step
-        mine: dict[str, Any] = {"rng": rng.capture(), "bytes": self._bytes()}
+        mine: dict[str, Any] = {
+            "rng": rng.capture(),
+            "bytes": bytes_held([self._model, self._optimizer, *self._others.values()]),
+        }
         everyone = gather_per_rank(mine)
         numbers = {"rng": [each["rng"] for each in everyone]}
         whole_bytes = sum(each["bytes"] for each in everyone) if self.splits() else everyone[0]["bytes"]
         copied, trained = None, dict[str, Any]()
         if whole_bytes >= copies.LEAST_BYTES:
             image = partial(self._image, position, self.whole_streams(position), (), numbers)
-            session = self._session
-            place = World(session.rank, session.world_size, session.local_rank, session.local_world_size)
-            copied = WRITER.copies.take(image, place, step, folder.checkpoints)
+            copied = WRITER.copies.take(image, folder.checkpoints, step)
         if copied is None:
             stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
             with together(f"gathering what to save at step {step}"):
@@ -182,20 +189,10 @@ class Saves:
         common: Mapping[str, Any],
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> Content:
-        common, own = {**streams, **self._facts(position), **common}, {**own}
         parts = {"model": self._model, "optimizer": self._optimizer, **self._others}
+        whole, split = local_states({name: part for name, part in parts.items() if name not in streams})
         modules = [each for each in parts.values() if isinstance(each, nn.Module)]
         optimizers = [each for each in parts.values() if isinstance(each, torch.optim.Optimizer)]
-        for name, part in parts.items():
-            if name in streams:
-                continue
-            if isinstance(part, (nn.Module, torch.optim.Optimizer)):
-                inner = inside(part) if isinstance(part, nn.Module) else part
-                strategy = strategy_of(inner)
-                (own if strategy.splits(inner) else common)[name] = strategy.local_state(inner)
-            else:
-                state = part.state_dict()
-                (own if any(map(is_split, tensors_in(state))) else common)[name] = state
         equal, steady = set(), {_address(each) for module in modules for each in module.parameters()}
         for module in map(unwrap_compiled, modules):
             if self._session.world_size > 1 and is_replicated(module, self._session.world_size):
@@ -209,19 +206,13 @@ class Saves:
                 steady |= states
                 if is_known and _address(parameter) in equal:
                     equal |= states
-        return Content(common, own, equal, steady - set(unsteady))
+        common = {**streams, **self._facts(position), **common, **whole}
+        return Content(common, {**own, **split}, equal, steady - set(unsteady))
 
     def describe(self) -> str:
         """Return the memory that copies for saves take; "" for none."""
         host_bytes = WRITER.copies.host_bytes
         return f"a copy for saves, in {size(host_bytes)} of memory on each host" if host_bytes else ""
-
-    def _bytes(self) -> int:
-        """About how much of a state this rank holds."""
-        parts = [self._model, self._optimizer, *self._others.values()]
-        tensors = [[*p.parameters(), *p.buffers()] for p in parts if isinstance(p, nn.Module)]
-        tensors += [tensors_in(dict(p.state)) for p in parts if isinstance(p, torch.optim.Optimizer)]
-        return sum(own_part(each).nbytes for some in tensors for each in some if not is_lazy(each))
 
     def splits(self) -> bool | None:
         """Return whether a strategy splits what is trained; None: ranks hold different whole models on purpose."""

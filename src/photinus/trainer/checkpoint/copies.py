@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ... import env
 from ...job.cgroup import free_memory
 from ...job.world import World
-from ...parallel.exchange.agreement import gather_per_rank, together
+from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
 from .durable import temporary
 from .image import Content, Copy, Head, MemoryFile
 
 LEAST_BYTES = 64 << 20
 """Below, writing at once costs less than the process."""
 _MOST_OF_MEMORY = 0.8  # of what is free
-_MOST_RANKS = 250  # of a host: that many descriptors go to another process at a time
+_MOST_RANKS = 250  # that write together: so many descriptors go to another process at a time
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Copies:
     def __init__(self) -> None:
         self._file: MemoryFile | None = None
         self._opened: dict[str, int] = {}
+        self._group: tuple[Any, list[list[int]]] | None = None
         self.host_bytes = 0
 
     def alone(self, content: Content) -> Copied | None:
@@ -73,13 +76,12 @@ class Copies:
         self.host_bytes = copy.bytes
         return Copied((self._open(_path_of(file), _identity(os.fstat(file.descriptor))),))
 
-    def take(self, image: Callable[[], Content], place: World, step: int, folder: Path) -> Copied | None:
+    def take(self, image: Callable[[], Content], folder: Path, step: int = 0) -> Copied | None:
         """Copies a state that all ranks have together, some of it in parts. All ranks call it.
 
         Args:
             image: makes its content, without an exchange.
-            place: of this rank.
-            folder: of the checkpoints: hosts that see one can all write into it.
+            folder: to write in: hosts that see one can all write there.
 
         Returns:
             None where there is no room, or ranks do not see what they need of each other: then it has to be gathered.
@@ -87,55 +89,62 @@ class Copies:
         Raises:
             TypeError, ValueError: something in it cannot be saved.
         """
-        local = place.local_rank, place.local_world_size
-        with together(f"copying what to save at step {step}"):
+        (rank, world_size), hosts = place_in_group(), self._hosts_of_group()
+        own = next(index for index, ranks in enumerate(hosts) if rank in ranks)
+        with together(f"copying what to save in {folder}"):
             content = image()
-            copy, file = Copy(Head("", step, place.rank, place.world_size, *local), content), self._own_file()
+            head = Head("", step, rank, world_size, hosts[own].index(rank), len(hosts[own]))
+            copy, file = Copy(head, content), self._own_file()
         is_split = bool(content.own)
         mine: dict[str, Any] = {
-            "host": f"{socket.gethostname()} {env.HOST_ID.get()} {World.from_env().host_rank}",
-            "place": local,
             "path": _path_of(file),
             "file": _identity(os.fstat(file.descriptor)),
             "bytes": copy.bytes,
             "needed": copy.bytes - file.allocated_bytes,
             "free": free_memory(),
             "parted": copy.can_be_parted,
-            "probe": _leave_probe(folder) if place.rank == 0 and is_split and place.world_size > local[1] else "",
+            "probe": _leave_probe(folder) if rank == 0 and is_split and len(hosts) > 1 else "",
         }
         everyone = gather_per_rank(mine)
-        hosts = [*dict.fromkeys(each["host"] for each in everyone)]
-        by_host = [[each for each in everyone if each["host"] == host] for host in hosts]
         probe, is_parted = everyone[0]["probe"], is_split and all(each["parted"] for each in everyone)
-        there = by_host if is_split else by_host[:1]
-        why_not, own, files = "", hosts.index(mine["host"]), tuple[int, ...]()
-        if len(there) > 1 and not is_parted:
+        writing = hosts if is_split else hosts[:1]
+        why_not, files = "", tuple[int, ...]()
+        if len(writing) > 1 and not is_parted:
             why_not = "not to be written in parts"
-        for ranks in there:
-            if sorted(each["place"] for each in ranks) != [(index, len(ranks)) for index in range(len(ranks))]:
-                why_not = "ranks are not where they say"
-            elif sum(each["needed"] for each in ranks) > _MOST_OF_MEMORY * min(each["free"] for each in ranks):
+        for ranks in writing:
+            there = [everyone[each] for each in ranks]
+            if sum(each["needed"] for each in there) > _MOST_OF_MEMORY * min(each["free"] for each in there):
                 why_not = "no room"
-        if not why_not and own < len(there):
+        if not why_not and own < len(writing):
             try:
                 copy.make(file)
-                if place.local_rank == 0:
-                    ranks = sorted(there[own], key=lambda each: each["place"])
-                    files = tuple(self._open(each["path"], each["file"]) for each in ranks[:_MOST_RANKS])
-                    why_not = "too many ranks" if len(files) < len(ranks) else ""
-                    if len(there) > 1 and not Path(probe).exists():
+                if rank == hosts[own][0]:
+                    files = tuple(self._open(everyone[each]["path"], everyone[each]["file"]) for each in hosts[own])
+                    if len(writing) > 1 and not Path(probe).exists():
                         why_not = "not one folder"
             except (OSError, RuntimeError, ValueError) as error:
                 why_not = str(error) or type(error).__name__
-        answer: dict[str, Any] = {"why not": why_not, "skeleton": copy.skeleton if len(there) > 1 else None}
+        answer: dict[str, Any] = {"why not": why_not, "skeleton": copy.skeleton if len(writing) > 1 else None}
         answers = gather_per_rank(answer)
-        if probe and place.rank == 0:
+        if probe and rank == 0:
             Path(probe).unlink(missing_ok=True)
         if any(each["why not"] for each in answers):
             return None
-        self.host_bytes = sum(each["bytes"] for each in by_host[own])
-        skeletons = {rank: each["skeleton"] for rank, each in enumerate(answers)} if len(there) > 1 else {}
-        return Copied(files, is_parted, own, len(there), probe.rpartition("-")[2], skeletons)
+        self.host_bytes = sum(everyone[each]["bytes"] for each in hosts[own])
+        skeletons = {each: answers[each]["skeleton"] for each in range(world_size)} if len(writing) > 1 else {}
+        return Copied(files, is_parted, own, len(writing), probe.rpartition("-")[2], skeletons)
+
+    def _hosts_of_group(self) -> list[list[int]]:
+        """The ranks of each host, of this process group; ranks of a host can open each other's files, as a rule."""
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._group is None or self._group[0] is not group:
+            names = gather_per_rank(f"{socket.gethostname()} {env.HOST_ID.get()} {World.from_env().host_rank}")
+            hosts = []
+            for host in dict.fromkeys(names):
+                ranks = [rank for rank, name in enumerate(names) if name == host]
+                hosts += [ranks[start : start + _MOST_RANKS] for start in range(0, len(ranks), _MOST_RANKS)]
+            self._group = group, hosts
+        return self._group[1]
 
     def close(self) -> None:
         """Gives the memory back, as soon as the process that writes has closed it, too."""

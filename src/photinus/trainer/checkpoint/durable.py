@@ -6,6 +6,7 @@ parent. Only then may anything older be deleted, and that by renaming it away fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import glob
@@ -143,16 +144,32 @@ def remove_debris(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+@contextmanager
+def temporary_folder(path: Path, token: str) -> Iterator[Path]:
+    """A block with a folder beside `path`, to make what will take its place; `remove_dead_files` knows such folders."""
+    folder = temporary(path, token)
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_dead_files(path: Path) -> None:
-    """Removes unfinished files for `path` whose writer is gone: a DurableFile is locked for as long as it is open."""
+    """Removes unfinished files and folders for `path` whose writer is gone: they are locked while it has them open."""
     for unfinished in path.parent.glob(f"{_TEMPORARY}{glob.escape(path.name)}-*"):
+        kind = os.O_RDONLY | os.O_DIRECTORY if unfinished.is_dir() else os.O_RDWR
         try:
-            descriptor = os.open(unfinished, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or a folder: not one of ours
+            descriptor = os.open(unfinished, kind | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unfinished.unlink(missing_ok=True)
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
         except OSError:  # its writer lives, or there are no locks to tell by
             continue
         finally:

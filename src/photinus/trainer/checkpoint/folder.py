@@ -40,6 +40,7 @@ from .durable import (
     DurableFile,
     discard,
     explain_no_space,
+    file_digest,
     lock_folder,
     remove_debris,
     replacing,
@@ -196,7 +197,7 @@ class CheckpointFolder:
         described = json.loads(json.dumps(dict(description)))  # raises before anything is written
         if metric is not None and self._metric_name is not None:
             described[_METRIC_NAME] = self._metric_name
-        wrong = [entry for entry in (*state, *(parts.entries if parts else ())) if not ENTRY.fullmatch(entry)]
+        wrong = [entry for entry in state if not ENTRY.fullmatch(entry)]
         if wrong or not state:
             told = (
                 f"entry {wrong[0]!r} cannot name a file: use letters, digits, '_', '.' and '-'" if wrong else "no state"
@@ -261,7 +262,10 @@ class CheckpointFolder:
         path = self._free_path(step)
         with replacing(path, token) as unfinished:
             unfinished.mkdir()
-            files = parts.write(unfinished) if parts else {}
+            files = {}
+            if parts is not None:
+                parts.write(unfinished)
+                files = {name[:-3]: FileRecord(*file_digest(unfinished / name)) for name in parts.names}
             for entry, part in plain.items():
                 with DurableFile(unfinished / file_name(entry)) as file:
                     torch.save(part.value, file)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Entries of a checkpoint whose tensors lie in parts on several ranks: one plain torch file for each, into which each
-host writes the parts that its ranks hold. Nobody needs memory for the whole.
+"""States whose tensors lie in parts on several ranks: one plain torch file for each entry, into which each host writes
+the parts that its ranks hold. Nobody needs memory for the whole.
 
     lay out   the first host writes the files with holes in the places of tensors (torch.serialization.skip_data)
     fill      each host writes the bytes of its parts to where torch has left room for them
@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError
 from ...parallel.exchange.tensors import tensors_in
-from .durable import MOST_THREADS, file_digest, sync_folder
+from .durable import MOST_THREADS, sync_folder
 from .image import PLAIN_ITEMS
 from .image_reader import File, Reader
-from .manifest import FileRecord, file_name
+from .manifest import file_name
 
 _BLOCK_BYTES = 64 << 20  # written, and brought to disk, before another sign of life
 _SILENT_S = 120.0
@@ -47,27 +47,32 @@ class Parts:
 
     Args:
         files: of this host's ranks.
-        own: by rank of the job, the skeletons of what each has of its own; of all hosts that take part.
+        skeletons: by rank of the job, of what is common and of its own; of all hosts that take part.
         host, hosts: this one's number, from 0, and how many take part.
         is_wanted: whether the job that saves still runs: else other hosts are not waited for as long.
+        one_file: name of a file for all that there is; default: a file for each of the ranks' own entries.
     """
 
     def __init__(
         self,
         files: Sequence[File],
-        own: Mapping[int, Any],
+        skeletons: Mapping[int, tuple[Any, Any]],
         host: int = 0,
         hosts: int = 1,
         is_wanted: Callable[[], bool] = lambda: True,
+        one_file: str | None = None,
     ) -> None:
         self._host, self._hosts, self._is_wanted = host, hosts, is_wanted
-        outline = _Outline(files)
-        self._content: dict[str, Any] = outline.join([own[rank] for rank in sorted(own)])
+        outline, own = _Outline(files), [skeletons[rank][1] for rank in sorted(skeletons)]
+        if one_file is None:
+            self._content = {file_name(entry): tree for entry, tree in outline.join(own).items()}
+        else:
+            self._content = {one_file: outline.join([skeletons[0][0], *own])}
         self._pieces = outline.found
 
     @property
-    def entries(self) -> list[str]:
-        """Return the names of the entries."""
+    def names(self) -> list[str]:
+        """Return the names of the files."""
         return list(self._content)
 
     @property
@@ -76,15 +81,15 @@ class Parts:
         tensors = {id(each): each for each in tensors_in(self._content)}
         return sum(each.nbytes + 4096 for each in tensors.values()) + (1 << 20) * len(self._content)
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
+    def write(self, folder: Path) -> None:
         """On the first host: writes the files into the folder; returns when all hosts have, and all is on disk.
 
         Raises:
             OSError, CheckpointError: a file could not be written, or another host failed.
         """
-        for entry, tree in self._content.items():
+        for name, tree in self._content.items():
             with _without_checksums(), torch.serialization.skip_data(materialize_fake_tensors=True):
-                with open(folder / file_name(entry), "xb") as file:
+                with open(folder / name, "xb") as file:
                     torch.save(tree, file)
         others = range(1, self._hosts)
         if others:
@@ -93,12 +98,10 @@ class Parts:
         self._fill(folder)
         for host in others:
             self._await(folder / f"host-{host}", f"host {host} of this job's {self._hosts}", folder / f"at-{host}")
-        with contextlib.ExitStack() as ends:
-            for name in (
-                [_LAID_OUT, *(f"{kind}-{host}" for host in others for kind in ("host", "at"))] if others else []
-            ):
-                ends.callback((folder / name).unlink, missing_ok=True)
-        return {entry: _finish(folder / file_name(entry)) for entry in self._content}
+        for name in [_LAID_OUT, *(f"{kind}-{host}" for host in others for kind in ("host", "at"))]:
+            (folder / name).unlink(missing_ok=True)
+        for name in self._content:
+            _finish(folder / name)
 
     def join_in(self, folder: Path, token: str) -> None:
         """On another host: fills its parts into the files that the first host lays out.
@@ -138,8 +141,8 @@ class Parts:
             raise CheckpointError(f"{who} could not write its parts: {error}")
 
     def _fill(self, folder: Path, sign: Path | None = None) -> None:
-        for entry, tree in self._content.items():
-            with open(folder / file_name(entry), "r+b") as file:
+        for name, tree in self._content.items():
+            with open(folder / name, "r+b") as file:
                 with FakeTensorMode():
                     laid_out = torch.load(file, weights_only=True)
                 unsynced = 0
@@ -215,7 +218,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> int:
     return count
 
 
-def _finish(path: Path) -> FileRecord:
+def _finish(path: Path) -> None:
     """Brings the archive's checksums up to date, and the file to disk."""
     with open(path, "r+b") as file:
         with zipfile.ZipFile(file) as archive:
@@ -232,7 +235,6 @@ def _finish(path: Path) -> FileRecord:
             if record.flag_bits & 8 and os.pread(file.fileno(), 4, end) == _DESCRIPTOR:
                 os.pwrite(file.fileno(), struct.pack("<I", crc), end + 4)
         os.fsync(file.fileno())
-    return FileRecord(*file_digest(path))
 
 
 def _data_start(descriptor: int, record: zipfile.ZipInfo) -> int:

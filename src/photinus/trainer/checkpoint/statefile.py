@@ -17,14 +17,18 @@ import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...errors import CheckpointError
-from ...parallel.exchange.agreement import check_alike, from_rank_0, place_in_group, together
+from ...parallel import strategy_of
+from ...parallel.exchange.agreement import check_alike, from_rank_0, gather_per_rank, place_in_group, together
 from ...parallel.zero.split_states import copy_state
-from ..data.loader import note_loaded
+from ..data.loader import Loader, note_loaded
+from . import copies
+from .copies import Copied
 from .durable import (
     DurableFile,
     explain_no_space,
@@ -32,12 +36,17 @@ from .durable import (
     remove_dead_files,
     replacing,
     require_space,
+    temporary_folder,
 )
 from .folder import find_checkpoint, on_all_ranks, seen_by_all
 from .image import Content
-from .states import PlainState, apply_states, check_states, state_of
+from .states import PlainState, apply_states, bytes_held, check_states, local_states, state_of
 from .writer import FILE_WRITER, Order
 
+if TYPE_CHECKING:
+    from .parts import Parts  # imports much of torch
+
+IN_PARTS = "state"
 _COMMENT = b"photinus crc32 of 16 MiB blocks "  # 8 digits follow
 _COMMENT_BYTES = len(_COMMENT) + 8
 _END_BYTES = 22  # zip's end-of-central-directory record; its last two bytes are the length of the comment
@@ -69,14 +78,30 @@ def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> No
         finish_writing()
         if not state:
             raise ValueError(f"nothing to save in {path}: give it by name, as in save(path, model=model, epoch=3)")
-        states = {name: state_of(value) for name, value in state.items()}  # on all ranks: some exchange for theirs
-        if place_in_group()[0] == 0:
-            copied = None if wait else FILE_WRITER.copies.alone(Content({"state": states}, {}))
-            if copied is None:
-                write_state_file(path, states)
-            else:
-                _finish_at_exit()
-                FILE_WRITER.write(Order(str(path.absolute())), copied)
+        real = Path(os.path.realpath(path))  # as torch.save does, what a link leads to is written, and not the link
+        copied = _copy_parts(real.parent, state)
+        if copied is None:
+            states = {name: state_of(value) for name, value in state.items()}  # on all ranks: some exchange for theirs
+            if place_in_group()[0] == 0:
+                copied = None if wait else FILE_WRITER.copies.alone(Content(states, {}))
+                if copied is None:
+                    write_state_file(path, states)
+        if copied is not None and copied.files:
+            _finish_at_exit()
+            FILE_WRITER.write(Order(str(real)), copied)
+            if wait:
+                finish_writing()
+
+
+def _copy_parts(folder: Path, state: Mapping[str, Any]) -> Copied | None:
+    """A copy, by all ranks, of what strategies split; None where nothing is, or it is small (see `Copies.take`)."""
+    trained = [value for value in state.values() if isinstance(value, (nn.Module, torch.optim.Optimizer))]
+    if place_in_group()[1] == 1 or not any(strategy_of(each).splits(each) for each in trained):
+        return None
+    if sum(gather_per_rank(bytes_held(trained))) < copies.LEAST_BYTES:
+        return None
+    loaders = {name: state_of(value) for name, value in state.items() if isinstance(value, Loader)}
+    return FILE_WRITER.copies.take(lambda: Content(*local_states({**state, **loaders})), folder)
 
 
 def finish_writing() -> None:
@@ -168,18 +193,31 @@ def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **
         return {name: copy_state(value) for name, value in states.items() if name not in objects}
 
 
-def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
-    """Writes plain states into `path`, atomically, replacing what was there. Raises TypeError, CheckpointError."""
+def write_state_file(path: Path, states: Mapping[str, Any], parts: Parts | None = None, token: str = "") -> None:
+    """Writes plain states into `path`, atomically, replacing what was there. Raises TypeError, CheckpointError.
+
+    Args:
+        parts: what is written in place of `states`: a file called IN_PARTS.
+        token: ends the name of the folder in which it is written.
+    """
     plain = PlainState(dict(states), "state")
-    path = Path(os.path.realpath(path))  # as torch.save does, what a link leads to is written, and not the link
+    needed_bytes = plain.needed_bytes + (parts.needed_bytes if parts else 0)
+    path = Path(os.path.realpath(path))
     try:
-        with explain_no_space(path.parent, plain.needed_bytes):
+        with explain_no_space(path.parent, needed_bytes):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_dead_files(path)
-            require_space(path.parent, plain.needed_bytes)
-            with replacing(path) as unfinished, _CommentedFile(unfinished) as file:
-                torch.save(plain.value, file)  # type: ignore[arg-type]
-                file.finish()
+            require_space(path.parent, needed_bytes)
+            with replacing(path) as unfinished:
+                if parts is None:
+                    with _CommentedFile(unfinished) as file:
+                        torch.save(plain.value, file)  # type: ignore[arg-type]
+                        file.finish()
+                else:
+                    with temporary_folder(path, token) as folder:
+                        parts.write(folder)
+                        _add_comment(folder / IN_PARTS)
+                        os.replace(folder / IN_PARTS, unfinished)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
 
@@ -235,6 +273,20 @@ def _verify(path: Path) -> str:
         raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
     except (OSError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _add_comment(path: Path) -> None:
+    """Appends the digest to an archive that is complete."""
+    with open(path, "r+b") as file:
+        file.seek(-_END_BYTES, os.SEEK_END)
+        end = file.read()
+        assert (end[:4], end[-2:]) == (_END_MAGIC, b"\0\0"), "torch.save no longer ends its files as it did"
+        file.seek(-2, os.SEEK_END)
+        file.write(_COMMENT_BYTES.to_bytes(2, "little"))
+        file.flush()
+        file.write(_COMMENT + file_digest(path)[1].encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class _CommentedFile(DurableFile):

@@ -23,7 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 from ...errors import CheckpointError
 from ...parallel import strategy_of
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group
-from ...parallel.zero.split_states import copy_state, gather_state
+from ...parallel.exchange.tensors import tensors_in
+from ...parallel.zero.split_states import copy_state, gather_state, is_split, own_part
 from ..data.loader import Loader
 
 _CPU = torch.device("cpu")
@@ -74,6 +75,30 @@ def state_of(value: Any) -> Any:
             {**state, "stream": whole_stream(state["stream"])} if isinstance(value, Loader) and value.shards else state
         )
     return value
+
+
+def local_states(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states as this rank has them, without a copy and without an exchange: those that are whole, and the split."""
+    whole, split = dict[str, Any](), dict[str, Any]()
+    for name, value in objects.items():
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            part = inside(value) if isinstance(value, nn.Module) else value
+            strategy = strategy_of(part)
+            (split if strategy.splits(part) else whole)[name] = strategy.local_state(part)
+        else:
+            state = value.state_dict() if _has_state(value) else value
+            (split if any(map(is_split, tensors_in(state))) else whole)[name] = state
+    return whole, split
+
+
+def bytes_held(objects: Iterable[Any]) -> int:
+    """About how much of the states of models and optimizers this rank has."""
+    held = 0
+    for value in objects:
+        tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
+        tensors += tensors_in(dict(value.state)) if isinstance(value, torch.optim.Optimizer) else []
+        held += sum(own_part(each).nbytes for each in tensors if not is_lazy(each))
+    return held
 
 
 def whole_stream(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -130,6 +155,8 @@ class PlainState:
             return self._tensor(value, where)
         if kind is int and value.bit_length() > _LONGEST_INT_BITS:
             raise TypeError(f"{where} is a number of {value.bit_length()} bits, which could be saved and not be loaded")
+        if kind is bytes and not value:
+            return bytearray()  # the same to whoever reads it; torch.load(weights_only=True) does not take empty bytes
         if kind in _AS_THEY_ARE:
             self.needed_bytes += 4 * len(value) if isinstance(value, (str, bytes)) else 0
             return value

@@ -21,44 +21,42 @@ import torch
 
 from .folder import CheckpointFolder
 from .image_reader import Reader, load, open_files, read_skeleton
-from .statefile import write_state_file
+from .statefile import IN_PARTS, write_state_file
 from .writer import Order
 
 _NICER_BY = 10
 _MOST_DESCRIPTORS = 253  # the kernel's limit for a message
 
 
-def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Callable[[], bool] = lambda: True) -> str:
-    """Writes what the images hold where the order says, and returns the path. Raises what those who write do."""
+def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Callable[[], bool]) -> str:
+    """Writes what the images hold where the order says, and returns the path. Raises what those who write do.
+
+    Args:
+        request: from `Writer.write`.
+        is_wanted: whether the job that saves still runs.
+    """
     order = Order(**request["order"])
-    if order.step is None:
-        write_state_file(Path(order.path), load(images)["state"])
-        return order.path
-    parts, content = None, {}
+    path, parts, token = Path(order.path), None, request["token"]
     if request["is_parted"]:
         from .parts import Parts  # of torch, it needs what takes a second to import
 
         files = open_files(images)
-        skeletons = {rank: read_skeleton(data, "a rank's copy")[1] for rank, data in request["skeletons"].items()}
-        own = skeletons or {file.head.rank: file.own for file in files}
-        parts = Parts(files, own, request["host"], request["hosts"], is_wanted)
+        skeletons = {rank: read_skeleton(data, "a rank's copy") for rank, data in request["skeletons"].items()}
+        skeletons = skeletons or {file.head.rank: (file.common, file.own) for file in files}
+        one_file = IN_PARTS if order.step is None else None
+        parts = Parts(files, skeletons, request["host"], request["hosts"], is_wanted, one_file)
         if request["host"]:
-            parts.join_in(Path(order.path), request["token"])
+            parts.join_in(path.parent if one_file else path, token)
             return ""
-        content = Reader(files).join([files[0].common])
+        content = {} if one_file else Reader(files).join([files[0].common])
     else:
         content = load(images)
+    if order.step is None:
+        write_state_file(path, content, parts, token)
+        return order.path
     folder = CheckpointFolder(order.path, keep_last=order.keep_last, best=order.best)
-    return str(
-        folder.save(
-            order.step,
-            content,
-            description=order.description,
-            metric=order.metric,
-            parts=parts,
-            token=request["token"],
-        )
-    )
+    facts: dict[str, Any] = {"description": order.description, "metric": order.metric}
+    return str(folder.save(order.step, content, **facts, parts=parts, token=token))
 
 
 def _serve(parent: int) -> None:
