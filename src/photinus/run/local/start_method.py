@@ -150,6 +150,8 @@ class StartMethod:
                 contextlib.suppress(OSError),
             ):  # it has ended, or a stream of this process is closed
                 socket.send_fds(self._control, [b"fork"], [writing, paper.fileno(), *ends])
+                assert self._process is not None
+                self._process.send_signal(signal.SIGCONT)  # stopped by somebody, it would never answer
             answer = answers.read() if select.select([answers], [], [], _ANSWERS_WITHIN_S)[0] else ""
         if answer.startswith("!"):
             raise OSError(answer[1:])

@@ -160,9 +160,13 @@ def _write(text: str, mode: str) -> bool:
 
 
 def _record(error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float, by: list[str]) -> bool:
-    import json
+    try:
+        import json
 
-    return _write(json.dumps(describe(error, traceback_text, exit_code, raised_at_s, by)), "w")
+        text = json.dumps(describe(error, traceback_text, exit_code, raised_at_s, by))
+    except Exception:  # noqa: BLE001 - a json.py beside the script takes its place
+        return False
+    return _write(text, "w")
 
 
 def _without_own_frames(error: BaseException) -> types.TracebackType | None:
