@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -211,6 +212,8 @@ def test_a_killed_worker_comes_back_from_memory_and_nothing_is_left(tmp_path):
         run.end()
     finally:
         run.close()
-    assert "resumed from memory: step " in run.printed()
+    resumed = re.search(r"resumed from memory: step (\d+) ", run.printed())
+    assert resumed is not None, run.printed()
+    assert f"restarting all 2 workers from step {resumed[1]} (restart 1 of" in run.printed()
     assert_few_steps_were_lost(run, {int(w[1]): int(w[2]) for w in run.notes() if w[0] == "began"})
     assert not Path(f"/proc/{launcher}").exists()

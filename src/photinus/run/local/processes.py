@@ -23,10 +23,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
+import hashlib
+import json
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -319,8 +322,11 @@ class Processes:
         return max(worker.last_status().steps for worker in self._workers)
 
     def saved_step(self) -> int:
-        """The step of the newest checkpoint that they have told of; -1 for none."""
-        return max(worker.last_status().saved for worker in self._workers)
+        """The step of their run's newest snapshot on this host, or of a newer checkpoint; -1 for none."""
+        run = hashlib.sha256(os.fsencode(self.out())).hexdigest()
+        pairs = [pair.split(",") for pair in self._job.base_environ.get(env.SNAPSHOTS.name, "").split(":")]
+        steps = [{step for path in pair if (step := _sealed_step(path, run)) is not None} for pair in pairs]
+        return max(*set.intersection(*steps), *(worker.last_status().saved for worker in self._workers), -1)
 
     def out(self) -> str:
         """The run that they were in (see status.py)."""
@@ -452,6 +458,17 @@ def make_snapshot_files(workers: int) -> str:
     except OSError:  # forbidden here, or too many open files: there are no snapshots
         return ""
     return ":".join(",".join(f"/proc/{os.getpid()}/fd/{file}" for file in each) for each in files)
+
+
+def _sealed_step(path: str, run: str) -> int | None:
+    """Return the step of a run's snapshot in a memory file (see `trainer.checkpoint.image`)."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            magic, length = struct.unpack("<8s4xI", file.read(16))
+            head = json.loads(file.read(length)) if magic == b"PHOTIMG1" else {}
+    except (OSError, ValueError, struct.error):  # empty, or being written
+        return None
+    return head["step"] if head.get("run") == run else None
 
 
 @contextlib.contextmanager
