@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import photinus
-from photinus.errors import CheckpointError
+from photinus.errors import CheckpointError, HostError
 from photinus.trainer.checkpoint.durable import file_digest
 from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint
 from photinus.trainer.checkpoint.statefile import load, save
@@ -177,13 +177,17 @@ def test_retention_waits_for_the_new_one_even_when_space_is_short(small_disk: Pa
     assert found.step == 2
 
 
+def make_read_only(disk: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    read_only, remount = 1, 32
+    if libc.mount(b"photinus-test", str(disk).encode(), b"tmpfs", read_only | remount, b"size=4m") != 0:
+        pytest.skip(f"cannot make it read-only: {os.strerror(ctypes.get_errno())}")
+
+
 def test_a_folder_that_cannot_be_written_is_told(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk / "run")
     folder.save(1, state(1), description={})
-    libc = ctypes.CDLL(None, use_errno=True)
-    read_only, remount = 1, 32
-    if libc.mount(b"photinus-test", str(small_disk).encode(), b"tmpfs", read_only | remount, b"size=4m") != 0:
-        pytest.skip(f"cannot make it read-only: {os.strerror(ctypes.get_errno())}")
+    make_read_only(small_disk)
     with pytest.raises(CheckpointError, match=r"step 2 could not be saved in .*Read-only file system.*untouched"):
         folder.save(2, state(2), description={})
     with pytest.raises(CheckpointError, match="Read-only file system"):
@@ -191,6 +195,18 @@ def test_a_folder_that_cannot_be_written_is_told(small_disk: Path) -> None:
     found = folder.newest()  # reading needs no lock and no permission to write
     assert found is not None
     assert found.step == 1
+
+
+def test_a_loop_that_cannot_write_into_its_folder_says_so_before_it_trains(small_disk: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 2))
+    (small_disk / "there").mkdir()
+    make_read_only(small_disk)
+    for name in ("there", "new"):
+        text = rf"rank 0 cannot write into .*{name} on host .*Read-only file system.*Give a folder that it can write"
+        with photinus.init("gloo", "cpu"), pytest.raises(HostError, match=text):
+            photinus.Loop(model, optimizer, data, batch_size=2, epochs=1, out=small_disk / name)
 
 
 def test_a_loop_on_a_full_disk_says_so_before_it_trains(small_disk: Path) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import CollectiveError, PhotinusError
+from ...errors import CollectiveError, HostError, PhotinusError
 from ...job import status
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import JSON, from_rank_0
@@ -103,13 +103,18 @@ class RunFolder:
         Raises:
             CheckpointError: `resume` names none.
             PhotinusError: another job holds the folder.
+            HostError: rank 0 cannot write into the folder.
         """
 
         def choose() -> Checkpoint | None:
             self.settle()  # another loop's, which was left
             if self.path is not None:
-                with explain_no_space(self.path, self._least_bytes):
-                    self._lock = lock = RunLock(self.path)
+                try:
+                    with explain_no_space(self.path, self._least_bytes):
+                        self._lock = lock = RunLock(self.path)
+                except OSError as error:
+                    text = f"rank 0 cannot write into {self.path} on host {self._session.host}: {error}. Give a folder"
+                    raise HostError(f"{text} that it can write (out=...), or change the permissions") from error
                 self._session.at_end(lambda _: lock.close())
             self._source = choose_source(self.path, self._resume, snapshot)
             return None if isinstance(self._source.checkpoint, Kept) else self._source.checkpoint
