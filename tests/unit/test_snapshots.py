@@ -191,7 +191,45 @@ def test_steps_of_several_batches_are_kept_whole(launcher, tmp_path):
 def test_finished_run_gives_its_memory_back(launcher, tmp_path):
     loop, _ = train(tmp_path)
     assert [os.fstat(descriptor).st_size for descriptor in launcher.descriptors] == [0, 0]
-    assert "snapshots every step, in " in loop.summary()
+    assert "11 snapshots taken, in " in loop.summary()
+
+
+def test_a_loop_in_the_body_of_another_leaves_its_snapshots_alone(launcher, tmp_path, capsys):
+    data = torch.utils.data.TensorDataset(torch.randn(24, 2))
+    report = photinus.Reporting(progress=False, curves=False)
+
+    def loop(name: str, every: int | None) -> photinus.Loop:
+        model = nn.Linear(2, 1)
+        model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        save = photinus.Saving(snapshot_every=every)
+        made = photinus.Loop(
+            model, optimizer, data, batch_size=8, steps=9, out=tmp_path / name, save=save, report=report
+        )
+        made.step_of_it = lambda x: (made.backward(model(x).mean()), optimizer.step(), optimizer.zero_grad())
+        return made
+
+    RunFolder._begun = 0
+    with photinus.init("gloo", device="cpu"):
+        outer = loop("outer", 1)
+        for (inputs,) in outer:
+            if outer.step in (3, 4):
+                inner = loop(f"inner-{outer.step}", 1 if outer.step == 3 else None)
+                for (others,) in inner:
+                    inner.step_of_it(others)
+            if outer.step == 6:
+                break
+            outer.step_of_it(inputs)
+        assert launcher.steps() == [4, 5]
+        after = loop("after", 1)
+        for (inputs,) in after:
+            after.step_of_it(inputs)
+            if after.step == 4:
+                break
+        for (inputs,) in outer:
+            outer.step_of_it(inputs)
+    note = "note: no snapshots in memory: the loop whose body runs this one has them"
+    assert capsys.readouterr().out.count(note) == 1
+    assert [each._snapshots._count for each in (outer, inner, after)] == [5, 0, 2]
 
 
 def test_too_little_memory_gives_one_note_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):

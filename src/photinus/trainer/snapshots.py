@@ -28,7 +28,7 @@ from ..job import status
 from ..job.cgroup import free_memory
 from ..job.world import name_ranks
 from ..parallel.exchange.agreement import gather_per_rank
-from ..runlog.units import size
+from ..runlog.units import plural, size
 from ..training_process import OptimizerSteps
 from .checkpoint.image import Copy, Head, MemoryFile
 from .checkpoint.kept import Kept, find_kept, key_of, snapshot_files
@@ -61,8 +61,8 @@ class Snapshots:
         self._copied_step = 0
         self._steps: OptimizerSteps | None = None
         self._unsteady: set[int] = set()
-        self._planned_step = self._next = 0
-        self._interval, self._planned_s, self._blocked_s, self._cost_s = 1, 0.0, 0.0, 0.0
+        self._planned_step = self._next = self._count = 0
+        self._planned_s, self._blocked_s, self._cost_s = 0.0, 0.0, 0.0
         self._host_bytes = 0  # of two copies; 0 before the first snapshot
         self._error = ""
         self._is_on = run != "" and every != 0
@@ -98,7 +98,11 @@ class Snapshots:
         if not self._is_on:
             return
         if Snapshots._holder is not self:  # not before: a loop with nothing left to do leaves those of others alone
-            holder, Snapshots._holder = Snapshots._holder, self
+            holder = Snapshots._holder
+            if holder is not None and holder._steps is not None:  # which is what a restart goes on with
+                self._turn_off("the loop whose body runs this one has them", is_told=bool(self._every))
+                return
+            Snapshots._holder = self
             try:
                 if holder is not None:
                     self._files = holder.let_go()
@@ -121,8 +125,8 @@ class Snapshots:
             self._wait()
 
     def let_go(self) -> list[MemoryFile]:
-        """The files, for another loop: this one takes no more snapshots."""
-        files, self._files, self._is_on = self._files, [], False
+        """The files, for another loop. This one takes them back if it goes on."""
+        files, self._files, self._sealed = self._files, [], None
         if self._copy is not None:
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # it does not matter any more
                 self._copy.wait()
@@ -168,6 +172,7 @@ class Snapshots:
             return False
         if not failed:
             self._sealed = self._target, self._copied_step
+            self._count += 1
             status.tell(saved=max(saved, self._copied_step))
         least = 1 if self._host_bytes else _FIRST_INTERVAL
         interval = self._every or max(least, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
@@ -175,7 +180,7 @@ class Snapshots:
         return True
 
     def _plan(self, step: int, interval: int) -> None:
-        self._interval, self._planned_step, self._planned_s = interval, step, time.perf_counter()
+        self._planned_step, self._planned_s = step, time.perf_counter()
         self._next = (step // interval + 1) * interval if self._every else step + interval
 
     def put_off(self) -> None:
@@ -250,8 +255,7 @@ class Snapshots:
         return self._session.device.type != "cpu" or len(os.sched_getaffinity(0)) >= threads
 
     def describe(self) -> str:
-        """Return how often snapshots were taken, and their memory; "" if there were none."""
+        """Return the number of snapshots, and their memory; "" if there were none."""
         if not self._host_bytes:
             return ""
-        often = "every step" if self._interval == 1 else f"every {self._interval} steps"
-        return f"snapshots {often}, in {size(self._host_bytes)} of memory on each host"
+        return f"{plural(self._count, 'snapshot')} taken, in {size(self._host_bytes)} of memory on each host"
