@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4829,
     "runlog": 1760,
     "templates": 340,
-    "tools": 2846,
+    "tools": 2761,
     "top": 1693,
     "trainer": 12235,
 }

@@ -6,8 +6,7 @@ turns         backends measured in turn, in the same ranks, which `photinus.laun
 backend_rank  one of these ranks
 host          processors, memory, limits, the engine's needs, the host's own name
 software      Python, torch, the engine: other programs, asked with a deadline; every backend, really tried
-gpus          GPUs, their links with the host and each other, how fast copies go
-gpu_links     how fast, and whether GPUs reach each other: a program, for a driver may hang
+gpus          GPUs, whether copies to the host work, and which GPUs reach each other
 hosts         several hosts, over ssh: versions, and every pair tried both ways
 host_rank     the rank of each of these hosts, which `photinus run --hostfile` starts
 model         `--model`: whether more devices pay for a model, measured and predicted, and what limits its speed

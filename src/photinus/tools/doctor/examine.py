@@ -24,8 +24,8 @@ _BACKENDS = ("photinus", "gloo", "nccl")
 
 _ABOUT = """\
 Check this machine and show what works: processors, memory, limits and name, the
-engine, torch, GPUs and their links, and every backend of torch.distributed, by
-running each in two processes.
+engine, torch, GPUs, and every backend of torch.distributed, by running each in
+two processes.
 
 With --hosts or --hostfile, check several hosts over ssh: versions, clocks, and
 whether every host reaches every other, with latency and bandwidth.

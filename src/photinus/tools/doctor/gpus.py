@@ -1,4 +1,4 @@
-"""GPUs: what they are, how they are linked with the host and each other, and how fast copies go."""
+"""GPUs: what they are, whether copies to the host work, and which of them reach each other's memory."""
 
 from __future__ import annotations
 
@@ -6,34 +6,37 @@ import shutil
 import subprocess
 from typing import Any
 
-from ...runlog.units import bandwidth
 from .finding import Finding, assess
 from .software import ask_child
 
 _SECTION = "GPUs"
-_WAYS = {"to the host": "to_host", "back": "to_gpu", "both at once": "both"}
 _SHOWN = 8  # pairs
+_ASK_LINKS = """
+import json, torch
+gpus = range(torch.cuda.device_count())
+for i in gpus:  # a sick driver fails or hangs here
+    torch.ones(1 << 20, device=f"cuda:{i}").cpu()
+print(json.dumps({"peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in gpus] for i in gpus]}))
+"""
 
 
 def look_at_gpus(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
     """Return all findings of GPUs; one where there are none. `torch`: what `ask_torch` found."""
     if torch is None or not torch["gpus"]:
         return [_none(torch, timeout_s)]
-    links, error = ask_child(["-m", "photinus.tools.doctor.gpu_links"], timeout_s)
-    found = []
-    for index, gpu in enumerate(torch["gpus"]):
-        value, link = f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB", links["gpus"][index] if links else {}
-        if link:
-            value += "; " + ", ".join(f"{way} {bandwidth(link[name])}" for way, name in _WAYS.items())
-        found.append(assess(_SECTION, f"GPU {index}", value, facts={**gpu, **link}))
+    links, error = ask_child(["-c", _ASK_LINKS], timeout_s)
+    found = [
+        assess(_SECTION, f"GPU {index}", f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB", facts=gpu)
+        for index, gpu in enumerate(torch["gpus"])
+    ]
     if torch["hip"]:
         advice = "Backend photinus takes CPU tensors there; for tensors on GPUs use nccl, which is RCCL."
         found.append(assess(_SECTION, "ROCm", f"these are AMD's: torch is for ROCm {torch['hip']}", note=advice))
     if links is None:
         advice = "GPUs that copy nothing train nothing: look at nvidia-smi, and dmesg for Xid."
         found.append(assess(_SECTION, "links", f"copies to and from the host do not work: {error}", bad=advice))
-    elif len(found) > 1:
-        found += _links(links)
+    elif len(torch["gpus"]) > 1:
+        found.append(_links(links["peers"]))
     return found
 
 
@@ -58,23 +61,12 @@ def _listed_by_the_driver(timeout_s: float) -> str:
         return ""
 
 
-def _links(links: dict[str, Any]) -> list[Finding]:
-    count = len(links["gpus"])
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    peers, atomics = links["peers"], links["atomics"]
+def _links(peers: list[list[bool]]) -> Finding:
+    pairs = [(i, j) for i in range(len(peers)) for j in range(i + 1, len(peers))]
     apart = [f"{i}-{j}" for i, j in pairs if not (peers[i][j] and peers[j][i])]
-    nvlink = [f"{i}-{j}" for i, j in pairs if atomics[i][j]]
-    together = f"all GPUs at once, both ways: {bandwidth(links['all_at_once'])} each way and GPU"
-    found = [Finding(_SECTION, "copies", "good", together, facts={"all_at_once": links["all_at_once"]})]
-    facts = {"peers": peers, "atomics": atomics}
-    if apart:
-        advice = "GPUs exchange through host memory there; NCCL is often slow so, and backend photinus is meant for "
-        advice += "that: `photinus bench --device cuda` measures both, and the faster one is taken from then on."
-        value = f"no peer access between {_some(apart)}" + (f"; NVLink between {_some(nvlink)}" if nvlink else "")
-        return [*found, assess(_SECTION, "links", value, note=advice, facts=facts)]
-    how = "over NVLink" if len(nvlink) == len(pairs) else f"NVLink between {_some(nvlink)}" if nvlink else "over PCIe"
-    return [*found, assess(_SECTION, "links", f"every GPU reaches every other directly ({how})", facts=facts)]
-
-
-def _some(pairs: list[str]) -> str:
-    return ", ".join(pairs[:_SHOWN]) + (" ..." if len(pairs) > _SHOWN else "")
+    if not apart:
+        return assess(_SECTION, "links", "every GPU reaches every other's memory", facts={"peers": peers})
+    advice = "GPUs exchange through host memory there; NCCL is often slow so, and backend photinus is meant for that: "
+    advice += "`photinus bench --device cuda` measures both, and the faster one is taken from then on."
+    value = f"no peer access between {', '.join(apart[:_SHOWN])}" + " ..." * (len(apart) > _SHOWN)
+    return assess(_SECTION, "links", value, note=advice, facts={"peers": peers})
