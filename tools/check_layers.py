@@ -45,7 +45,7 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3502,
-    "cli": 1752,
+    "cli": 1542,
     "compat": 845,
     "job": 3449,
     "parallel": 7211,

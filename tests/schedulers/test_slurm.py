@@ -1,8 +1,9 @@
-"""Photinus inside a real Slurm of two hosts: without our launcher, with it, and by a batch script that it wrote."""
+"""Photinus inside a real Slurm of two hosts: without our launcher, with it, and by the script of examples/slurm."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from .slurm_cluster import Cluster, slurm_cluster, why_no_slurm
 from .told import TELL, check_ranks, told
 
 SMALL_RUN = REPOSITORY / "tests" / "small_run.py"
+JOB = REPOSITORY / "examples" / "slurm" / "job.sh"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
@@ -75,12 +78,9 @@ def test_several_launchers_on_a_host_are_refused_with_what_to_type(cluster: Clus
 
 
 def test_a_batch_script_of_ours_trains_on_all_hosts(cluster: Cluster, tmp_path: Path):
-    written = tmp_path / "job.sh"
-    flags = ["--slurm", "--nnodes", "2", "--nproc-per-node", "2", "--cpu", "--time", "5", "--output", written]
-    options = ["--sbatch", f"--output={tmp_path}/log", "--sbatch", "--mem=0"]
-    wrote = cluster.run(sys.executable, "-m", "photinus", "run", *flags, *options, TELL, tmp_path, "--lr", "0.1")
-    assert wrote.code == 0, wrote.err
-    job = cluster.run("sbatch", "--parsable", written, cwd=tmp_path)
+    options = ["--time=5", "--mem=0", f"--output={tmp_path}/log"]
+    words = ["--nproc-per-node", "2", "--cpu", TELL, tmp_path, "--lr", "0.1"]
+    job = cluster.run("sbatch", "--parsable", *options, JOB, *words, cwd=tmp_path, PATH=PATH)
     assert job.code == 0, job.err
     ended = cluster.wait_for(job.out.strip(), "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     assert ended["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
@@ -92,14 +92,15 @@ def test_a_batch_job_that_is_asked_to_leave_saves_is_queued_again_and_trains_to_
 ):
     run, log = tmp_path / "run", tmp_path / "log"
     options = {"batch_size": 8, "samples": 48, "epochs": 3, "wait_s": 0.5}  # 18 steps
-    words = ["--slurm", "--nproc-per-node", "2", "--cpu", "--submit", "--sbatch", f"--output={log}"]
-    wrote = cluster.run(
-        *(sys.executable, "-m", "photinus", "run", *words, SMALL_RUN, run, "", json.dumps(options)),
+    words = ["--nproc-per-node", "2", "--cpu", SMALL_RUN, run, "", json.dumps(options)]
+    submitted = cluster.run(
+        *("sbatch", "--parsable", "--nodes=1", f"--output={log}", JOB, *words),
         cwd=tmp_path,
         PYTHONPATH=str(REPOSITORY),
+        PATH=PATH,
     )
-    assert wrote.code == 0, wrote.err
-    job = wrote.out.split()[-1]
+    assert submitted.code == 0, submitted.err
+    job = submitted.out.strip()
     cluster.wait_until(lambda: read_rows(run / "losses.csv"), "a step is done")
     # What Slurm does by itself a minute before the end of the time limit.
     cluster.run("scancel", "--signal=USR1", "--batch", job)

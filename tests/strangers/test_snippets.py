@@ -65,7 +65,6 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "unwrap_model, save_state work": "needs the extra interop: tests/interop/test_our_ddp.py",
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
     "cat hosts": "shows a file",
-    "sbatch job.sh": "needs Slurm: tests/schedulers/test_slurm.py",
     "pip install '.[interop]'": "downloads; `make test-all` does it",
     "python3 -m venv .venv && . .venv/bin/activate": "makes an environment: tests/strangers/test_readme.py",
     "photinus doctor": "tries everything, in the README's test: tests/strangers/test_readme.py",
@@ -73,7 +72,7 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
 ELSEWHERE_FROM = {  # the same, by how a command begins
     "srun ": "needs Slurm: tests/schedulers/test_slurm.py",
     "mpirun ": "needs Open MPI: tests/schedulers/test_mpirun.py",
-    "photinus run --slurm --submit": "needs Slurm: tests/schedulers/test_slurm.py",
+    "sbatch ": "needs Slurm: tests/schedulers/test_slurm.py",
     "photinus doctor --model": "trains a model of the user: tests/unit/test_doctor_model.py",
     "photinus doctor --hosts": "needs hosts with ssh: tests/dist/test_hosts_over_ssh.py",
     "python -m tests.conformance": "minutes to hours: tests/conformance/test_suite.py",
@@ -197,7 +196,7 @@ def test_each_command_of_ours_is_understood(place: Path, capfd: pytest.CaptureFi
         # what the shell does with output and background is left out
         words = shlex.split(each.split(" > ")[0].split(" | ")[0].removesuffix("&"))
         assert words.pop(0) == "photinus", f"{each!r} is neither run nor listed with a reason"
-        dry = words[0] == "run" and not any(word.startswith("--slurm") for word in words)
+        dry = words[0] == "run"
         if dry:
             words.insert(1, "--dry-run")
         assert main(words) == 0, each

@@ -107,11 +107,9 @@ def test_torchruns_flags_for_output() -> None:
         ("-H hosts --num_nodes 2", {"hostfile": "hosts", "num_nodes": 2}),
         ("--num_gpus 2 --no_local_rank", {"num_gpus": 2, "use_env": True}),
         ("--use_env", {"use_env": True}),
-        ("--slurm --time 1:00:00 --sbatch --mem=8G --sbatch=--exclusive --gpus-per-node 4",
-         {"slurm": True, "time": "1:00:00", "gpus_per_node": 4, "sbatch": ("--mem=8G", "--exclusive")}),
     ],
 )  # fmt: skip
-def test_flags_of_deepspeed_and_of_schedulers(line: str, fields: dict[str, object]) -> None:
+def test_flags_of_deepspeed(line: str, fields: dict[str, object]) -> None:
     flags = parsed(f"{line} x.py")
     assert flags == RunFlags(JobSpec(SCRIPT), flags.spellings, **fields)  # type: ignore[arg-type]
 
@@ -135,7 +133,7 @@ def test_torchruns_variables_stand_for_flags_that_were_not_typed() -> None:
     assert parsed("x.py", elastic).spec.hosts == HostSpec((1, 4), leader="job-worker-0", port=23456, job_id="job")
 
 
-@pytest.mark.parametrize("typed", ["--standalone", "--hostfile hosts", "--slurm", "--rdzv-endpoint b:1 --nnodes 2"])
+@pytest.mark.parametrize("typed", ["--standalone", "--hostfile hosts", "--rdzv-endpoint b:1 --nnodes 2"])
 def test_torchruns_variables_do_not_contradict_what_was_typed_about_the_hosts(typed: str) -> None:
     assert parsed(f"{typed} x.py", KUBEFLOW).spec.hosts.leader != "job-node-0-0.job"
     assert parsed("--num-gpus 2 x.py", {"PET_NPROC_PER_NODE": "auto"}).num_gpus == 2
@@ -215,10 +213,7 @@ def test_help_wins_over_a_missing_script(line: str) -> None:
         ("--include a:0 --exclude a:1 x.py", "--include a:0 and --exclude a:1 are mutually exclusive"),
         ("--num_gpus 2 --nproc-per-node 3 x.py", "--num_gpus 2 and --nproc-per-node 3 are mutually exclusive"),
         ("--hostfile h --nnodes 2 x.py", "--hostfile h and --nnodes 2 are mutually exclusive"),
-        ("--slurm --local-addr a x.py", "--slurm and --local-addr a are mutually exclusive"),
         ("--num-nodes 2 x.py", "--num-nodes 2 has an effect only with --hostfile"),
-        ("--partition p x.py", "--partition p has an effect only with --slurm"),
-        ("--name n x.py", "--name n has an effect only with --slurm"),
         ("--nnodes 0 x.py", "--nnodes 0: needs a number of hosts, like 2, or the least and the most, like 1:4"),
         ("--nnodes 3:2 x.py", "--nnodes 3:2: needs a number of hosts"),
         ("--nnodes 2: x.py", "--nnodes 2:: needs a number of hosts"),

@@ -7,7 +7,6 @@ flags             the flags of `photinus run`, in one table, and what the user t
 flag_values       how the value of a flag is read and checked: types for argparse
 selection         which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
 detect_scheduler  inside srun or mpirun: which hosts, which of them is this one, where to meet
-sbatch            `photinus run --slurm`: writes the batch script (batch.sh.j2), and submits it
 new               `photinus new`: a project made of the files in photinus/templates
 completion        `photinus completion`: a script that completes words in bash, zsh or fish
 """

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RunFlags:
-    """The request to `photinus run`: a job, and how to choose its hosts or hand it to a scheduler.
+    """The request to `photinus run`: a job, and how to choose its hosts.
 
     Attributes:
         spec: the job, as far as the command line says it.
@@ -39,14 +39,6 @@ class RunFlags:
     ssh: str = "ssh"
     ssh_port: int | None = None
     export: tuple[str, ...] = ()
-    slurm: bool = False
-    name: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    gpus_per_node: int | None = None
-    sbatch: tuple[str, ...] = ()
-    output: str | None = None
-    submit: bool = False
 
     def typed(self, *names: str) -> str:
         """Return these flags with their values, as far as they were given, for messages."""
@@ -144,16 +136,6 @@ _FLAGS = {
         _Flag("--tee -t 0..3", "write to the files and the terminal: as --redirects", read.streams),
         _Flag("--local-ranks-filter 0,2", "show only these ranks of a host", read.local_ranks, "shown_local_ranks"),
     ),
-    "schedulers": (
-        _Flag("--slurm", "write a batch script for this job, and start nothing"),
-        _Flag("--name NAME", "name of the batch job"),
-        _Flag("--time LIMIT", "time limit of the batch job"),
-        _Flag("--partition NAME", "partition of the batch job"),
-        _Flag("--gpus-per-node N", "GPUs to request. default: one per worker", read.whole_number(0)),
-        _Flag("--sbatch OPTION", "another option for the batch script, like --mem=64G"),
-        _Flag("--output FILE", "file for the batch script. default: stdout"),
-        _Flag("--submit", "submit the batch script to sbatch"),
-    ),
     "accepted from other launchers, without effect": (
         _Flag("--standalone", "one host is the default"),
         _Flag("--monitor-interval SECONDS", "the end of a worker is noticed immediately", read.seconds),
@@ -161,16 +143,13 @@ _FLAGS = {
         _Flag("--no-ssh-check", "all hosts are always checked first"),
     ),
 }
-_REPEATED = ("--export", "--sbatch")
-# The command that starts a host, over ssh or in a batch script, has these; the program stands at its end.
+_REPEATED = ("--export",)
+# The command that starts a host over ssh has these; the program stands at its end.
 _ON_EACH_HOST = {
     *(flag.usage.split()[0] for flag in (*_FLAGS["workers"], *_FLAGS["output"])),
     *("--rdzv-conf", "--rdzv-id", "--master-port"),
 } - {"--no-python", "-m", "--dry-run"}
-_ONLY_WITH = {
-    **dict.fromkeys(("--num-nodes", "--ssh", "--ssh-port", "--export"), ("--hostfile",)),
-    **{flag.usage.split()[0]: ("--slurm",) for flag in _FLAGS["schedulers"][1:]},
-}
+_ONLY_WITH = dict.fromkeys(("--num-nodes", "--ssh", "--ssh-port", "--export"), ("--hostfile",))
 # A flag, and those that cannot stand beside it.
 _EXCLUSIVE = (
     ("--device", "--cpu"),
@@ -180,8 +159,6 @@ _EXCLUSIVE = (
     ("--num-gpus", "--exclude", "--device", "--nproc-per-node"),
     ("--device", "--include", "--exclude", "--hostfile"),
     ("--hostfile", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"),
-    ("--slurm", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint", "--local-addr"),
-    ("--submit", "--output", "--dry-run"),
     ("--standalone", "--node-rank", "--local-addr"),
 )
 # Other launchers' flags: how they are called here, or what to do instead.
@@ -201,7 +178,7 @@ _ABSENT = {
     **dict.fromkeys(("--duplicate-stdout-filters", "--duplicate-stderr-filters"), "filter the files under --log-dir"),
     **dict.fromkeys(("--deepspeed", "--deepspeed-config"), "it belongs to the script: put it after the script's name"),
     "--run-path": "give the path as the script",
-    "--launcher": "--hostfile starts over ssh, --slurm writes a batch script, and mpirun starts workers itself",
+    "--launcher": "--hostfile starts over ssh, and mpirun starts workers itself",
     "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are always handled",
     "--logs-specs": "--log-dir, --redirects and --tee say where output goes",
     "--log-line-prefix-template": "lines of ranks but 0 begin with the rank, like [1]",
@@ -286,7 +263,6 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
     if "standalone" in typed:
         typed.setdefault("nnodes", (1, 1))  # a scheduler may say otherwise
     typed["export"] = tuple(name for names in typed.get("export", ()) for name in names)
-    typed["sbatch"] = tuple(typed.get("sbatch", ()))
     typed["program"] = Program(kind, words[0], tuple(words[1:]))
     typed["hosts"], typed["logs"] = _fill(HostSpec, typed), _fill(LogSpec, typed)
     typed["spec"], typed["spellings"] = _fill(JobSpec, typed), spellings
@@ -304,7 +280,7 @@ _OF_TORCHRUN = frozenset({
     "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--max-restarts", "--monitor-interval", "--role",
     "--start-method", "--no-python", "--log-dir", "--redirects", "--tee", "--local-ranks-filter",
 })  # fmt: skip
-_CHOOSE_HOSTS = ("--hostfile", "--standalone", "--slurm")
+_CHOOSE_HOSTS = ("--hostfile", "--standalone")
 # A flag -> those that mean, where one is typed, that its variable does not count.
 _TYPED_INSTEAD = {
     "--nproc-per-node": ("--num-gpus", "--device", "--include", "--exclude"),
@@ -342,7 +318,7 @@ def _refuse_contradictions(typed: Mapping[str, Any], spellings: Spellings) -> No
     if "-m" in spellings and "--no-python" in spellings:
         raise UsageError("--no-python and -m are mutually exclusive: a module is Python. Remove one of them.")
     spelling = spellings.get("--nproc-per-node", ("",))[0]
-    if spelling in ("-n", "-np") and spellings.keys() & {"--nnodes", "--hostfile", "--slurm"}:
+    if spelling in ("-n", "-np") and spellings.keys() & {"--nnodes", "--hostfile"}:
         raise UsageError(
             f"{shown(spellings, '--nproc-per-node')}: with several hosts, this is the total in mpirun, and the number "
             f"per host in `photinus run`. Write --nproc-per-node N (or -ppn N) for N workers on each host."
@@ -364,10 +340,9 @@ def _refuse_contradictions(typed: Mapping[str, Any], spellings: Spellings) -> No
             f"{shown(spellings, '--nproc-per-node')} asks for {workers} workers, and each needs its own: remove one "
             f"of the two."
         )
-    for flag, of in {"--hostfile": "the file", "--slurm": "the job"}.items():
-        if flag in spellings and "leads" in typed:
-            why = f"the first host of {of} leads; is_host has no effect."
-            raise contradiction(spellings, "--rdzv-conf", flag, why)
+    if "--hostfile" in spellings and "leads" in typed:
+        why = "the first host of the file leads; is_host has no effect."
+        raise contradiction(spellings, "--rdzv-conf", "--hostfile", why)
     if "--hostfile" in spellings and "--local-addr" in spellings:
         why = "each host has its own address. Write it into the file, or give that of the first host with"
         raise contradiction(spellings, "--local-addr", "--hostfile", f"{why} --master-addr.")

@@ -167,9 +167,9 @@ class Parser(argparse.ArgumentParser):
             if action.nargs == 0 and equals:
                 raise UsageError(f"{spelling} takes no value, but got {text!r}.")
             if action.nargs is None and not equals:
-                # A flag where the value should be; but -1 is a value (and a wrong one), and sbatch's options begin so.
+                # A flag where the value should be; but -1 is a value (and a wrong one).
                 is_flag = rest and rest[0].startswith("-") and rest[0] != "-" and not rest[0][1].isdigit()
-                if not rest or (is_flag and name not in self._repeated):
+                if not rest or is_flag:
                     raise UsageError(f"{spelling} needs a value: {action.metavar}.")
                 equals, text = "=", rest.pop(0)
             if name in spellings and spellings[name][1] != text and name not in self._repeated:

@@ -32,10 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     program = flags.spec.program
     check_program(program)
     _check_environment()
-    if flags.slurm:
-        from . import sbatch
-
-        return sbatch.main(flags)
     _record(arguments, program)
     return _start_here(flags) if flags.hostfile is None else _start_hosts(flags, flags.hostfile)
 
