@@ -47,7 +47,7 @@ BUDGET = {
     "backend": 3502,
     "cli": 1542,
     "compat": 845,
-    "job": 3449,
+    "job": 3401,
     "parallel": 7211,
     "run": 4829,
     "runlog": 1760,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .. import env
 from .slurm import SlurmStep, slurm_step
@@ -26,40 +26,18 @@ class Told:
     local_rank: int | None
     local_world_size: int | None
     host_rank: int | None
-    names: tuple[str, str, str, str]
+    names: tuple[str, ...]
     step: SlurmStep | None = None
 
 
-@dataclass(frozen=True)
-class _Variables:
-    """The names under which one launcher tells a process its place; an empty one where it has none."""
-
-    launcher: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-    host_rank: str = ""
-
-
-_TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# The names under which a launcher tells a process its rank, world size, local rank, local world size and, if it does,
+# the number of the host.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # Open MPI's NODE_RANK is no host's number, but the rank among all of this host's processes: it is not read.
-_OPEN_MPI = _Variables(
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-_MVAPICH2 = _Variables(
-    "MVAPICH2",
-    "MV2_COMM_WORLD_RANK",
-    "MV2_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_MVAPICH2 = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
 # mpiexec of MPICH and Intel MPI (Hydra) sets all four. Slurm's `srun --mpi=pmi2` sets the first two only.
-_HYDRA = _Variables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Told | None:
@@ -70,7 +48,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Told | None:
     """
     names = {env.EXPECTED_WORLD_SIZE.name: "photinus run", env.JOB_ID.name: "torchrun"}  # what only that one sets
     launcher = next((launcher for name, launcher in names.items() if name in environ), "the environment")
-    return _read(replace(_TORCHRUN, launcher=launcher), environ)
+    return _read(launcher, _TORCHRUN, environ)
 
 
 def read_scheduler(environ: Mapping[str, str]) -> Told | None:
@@ -82,12 +60,11 @@ def read_scheduler(environ: Mapping[str, str]) -> Told | None:
     Raises:
         ValueError: a variable is not a whole number.
     """
-    for variables in (_OPEN_MPI, _MVAPICH2, _HYDRA):
-        if variables is _HYDRA and _HYDRA.local_rank not in environ:
-            continue
-        place = _read(variables, environ)
-        if place is not None:
-            return place
+    place = _read("Open MPI", _OPEN_MPI, environ) or _read("MVAPICH2", _MVAPICH2, environ)
+    if place is None and _HYDRA[2] in environ:
+        place = _read("MPICH", _HYDRA, environ)
+    if place is not None:
+        return place
     step = slurm_step(environ)
     if step is not None:
         return Told(
@@ -100,28 +77,21 @@ def read_scheduler(environ: Mapping[str, str]) -> Told | None:
             ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
             step,
         )
-    return _read(_HYDRA, environ)  # another process manager that speaks PMI
+    return _read("MPICH", _HYDRA, environ)  # another process manager that speaks PMI
 
 
-def _read(variables: _Variables, environ: Mapping[str, str]) -> Told | None:
-    if variables.rank not in environ and variables.world_size not in environ:
+def _read(launcher: str, names: tuple[str, ...], environ: Mapping[str, str]) -> Told | None:
+    if names[0] not in environ and names[1] not in environ:
         return None
 
     def number(name: str) -> int | None:
-        text = environ.get(name) if name else None
-        if text is None or text == "":
+        text = environ.get(name)
+        if not text:
             return None
         try:
             return int(text)
         except ValueError:
-            raise ValueError(f"{name}={text!r} (from {variables.launcher}) is not a whole number") from None
+            raise ValueError(f"{name}={text!r} (from {launcher}) is not a whole number") from None
 
-    return Told(
-        variables.launcher,
-        number(variables.rank),
-        number(variables.world_size),
-        number(variables.local_rank),
-        number(variables.local_world_size),
-        number(variables.host_rank),
-        (variables.rank, variables.world_size, variables.local_rank, variables.local_world_size),
-    )
+    rank, world_size, local_rank, local_world_size, *host_rank = map(number, names)
+    return Told(launcher, rank, world_size, local_rank, local_world_size, next(iter(host_rank), None), names[:4])

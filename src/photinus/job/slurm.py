@@ -8,12 +8,13 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 _MOST_HOSTS = 100_000
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z")
+_NUMBERS = r"\d+(?:-\d+)?"
+_NAME = re.compile(rf"(?:[^\s,[\]]|\[{_NUMBERS}(?:,{_NUMBERS})*\])+")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
@@ -26,43 +27,24 @@ def expand_hosts(text: str) -> tuple[str, ...]:
         ValueError: the text is no such list, or stands for more than 100,000 hosts.
     """
     names: list[str] = []
-    for item in _items(text):
-        parts = [
-            _choices(part, text) if part.startswith("[") else [part] for part in re.findall(r"\[[^]]*\]|[^[]+", item)
-        ]
-        if len(names) + math.prod(map(len, parts)) > _MOST_HOSTS:
-            raise ValueError(f"host list {_short(text)} has more than {_MOST_HOSTS} hosts")
-        names += ["".join(pieces) for pieces in itertools.product(*parts)]
+    for item in re.split(r",(?![^[]*\])", text):  # commas outside of brackets
+        if _NAME.fullmatch(item.strip()) is None:
+            raise ValueError(f"host list {_short(text)}: {item.strip()!r} is not a name like a or node[1-3,7]")
+        parts = re.split(r"\[(.*?)\]", item.strip())  # in turn a text and what is in brackets
+        choices = [_expand(part) if number % 2 else [part] for number, part in enumerate(parts)]
+        count = math.prod(map(len, choices))
+        if not 0 < count <= _MOST_HOSTS - len(names):
+            raise ValueError(f"host list {_short(text)} has an empty range, or more than {_MOST_HOSTS} hosts")
+        names += map("".join, itertools.product(*choices))
     return tuple(names)
 
 
-def _items(text: str) -> Iterator[str]:
-    """The parts between commas that stand outside of brackets."""
-    start, inside = 0, False
-    for position, letter in enumerate(text + ","):
-        if letter in "[]":
-            if inside == (letter == "["):
-                raise ValueError(f"host list {_short(text)}: {letter!r} at character {position + 1} is not paired")
-            inside = not inside
-        elif letter == "," and (not inside or position == len(text)):
-            item = text[start:position].strip()
-            if inside or not item:
-                what = "a bracket is not closed" if inside else f"a name is missing before character {position + 1}"
-                raise ValueError(f"host list {_short(text)}: {what}")
-            yield item
-            start = position + 1
-
-
-def _choices(bracket: str, text: str) -> list[str]:
+def _expand(numbers: str) -> Sequence[str]:
     found: list[str] = []
-    for word in bracket[1:-1].split(","):
-        match = _RANGE.match(word.strip())
-        if match is None:
-            raise ValueError(f"host list {_short(text)}: {word!r} in brackets is neither a number nor a range like 1-4")
-        low, high = match[1], match[2] or match[1]
-        if int(high) < int(low) or int(high) - int(low) >= _MOST_HOSTS:
-            raise ValueError(f"host list {_short(text)}: the range {word.strip()} is empty or too long")
-        found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    for word in numbers.split(","):
+        low, _, high = word.partition("-")
+        last = min(int(high or low), int(low) + _MOST_HOSTS)  # one too many are refused
+        found += [str(number).zfill(len(low)) for number in range(int(low), last + 1)]
     return found
 
 
