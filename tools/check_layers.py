@@ -44,15 +44,15 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3502,
+    "backend": 3495,
     "cli": 1542,
     "compat": 845,
-    "job": 3401,
-    "parallel": 7211,
+    "job": 3392,
+    "parallel": 7182,
     "run": 4829,
     "runlog": 1760,
     "templates": 340,
-    "tools": 2761,
+    "tools": 2748,
     "top": 1693,
     "trainer": 12235,
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,6 @@ def check_build() -> None:
             f"this build of torch is for AMD's GPUs (ROCm {ROCM}), but backend photinus takes CUDA tensors of NVIDIA's "
             f"GPUs only. Exchange CPU tensors, or use the nccl backend, which is RCCL there."
         )
-
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def query(self) -> bool:
-        """Return whether the stream has reached the event."""
 
 
 class Streams:
@@ -65,11 +58,11 @@ class Streams:
         with torch.cuda.stream(stream):
             yield stream.cuda_stream
 
-    def record(self, device: torch.device) -> Event:
-        """The end of what is in the device's current stream now."""
+    def record(self, device: torch.device) -> Any:
+        """An event at the end of what is in the device's current stream now."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
-        return event  # type: ignore[no-any-return]
+        return event
 
     def follow(self, event: Any, device: torch.device) -> None:
         """Run later work of the device's current stream after the event. The host does not wait."""

@@ -200,7 +200,7 @@ class CudaWork(EngineWork):
         self._finishing = threading.Lock()
         # Asked now, because the memory has none left once they are queued.
         self._copies = bool(memory)
-        self._copied: cuda.Event | None = None
+        self._copied: Any = None  # an event
 
     def _copy_back(self) -> None:
         """Orders the current stream behind the result, which is queued."""
@@ -213,7 +213,7 @@ class CudaWork(EngineWork):
         # The stream of the caller is ordered behind the copies, and the allocator knows it.
         self._memory.release()
 
-    def _bring_back(self) -> cuda.Event | None:
+    def _bring_back(self) -> Any:
         """Queues the copies to tensors that are not dense, once; what is behind them, None where there are none."""
         if not self._copies:
             return None

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from ..version import __version__
 from . import channel, membership
 from .channel import Caller, answer
 from .relay import splice
 from .restart_policy import RestartPolicy
+from .store_port import StorePort
 
 _TICK_S = 0.1
 _HANDSHAKE_S = 5.0
@@ -318,18 +319,8 @@ def _nnodes_text(hosts: Sequence[int]) -> str:
     return ":".join(map(str, sorted(set(hosts))))
 
 
-class Server(Protocol):
-    """An asyncio server that answers callers."""
-
-    async def open(self, listener: socket.socket) -> None:
-        """Begins to serve on a listening socket."""
-
-    async def close(self) -> None:
-        """Closes the port, and what is connected to it."""
-
-
 @contextlib.contextmanager
-def serve_in_thread(server: Server, listener: socket.socket) -> Iterator[None]:
+def serve_in_thread(server: Leader | StorePort, listener: socket.socket) -> Iterator[None]:
     """Serves in a thread for the duration of the block, so that callers are answered whatever the block waits for."""
     began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 

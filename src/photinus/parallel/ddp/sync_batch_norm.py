@@ -73,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or group is None:
             return super().forward(input)
         output, mean, variance, count = _SynchronisedBatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, _Exchange(group)
+            input, self.weight, self.bias, self.eps, group
         )
         if count.device.type == "cpu" and count.item() <= 1:
             raise ValueError(
@@ -159,27 +159,14 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     return module
 
 
-class _Exchange:
-    """Sums over the ranks of a group, and everyone's rows. Calling order is the same on all ranks."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.world_size = group.size()
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A compiler that traces this has no use for clocks.
-        began = waiting_time.begin() if not torch.compiler.is_compiling() and waiting_time.on else 0
-        dist.all_reduce(tensor, group=self.group)
-        if began:
-            waiting_time.end(began)
-        return tensor
-
-    def rows(self, row: torch.Tensor) -> torch.Tensor:
-        """[K] of each rank -> [world_size, K]. By all_reduce, where x + 0 is exact: every backend has it everywhere."""
-        table = torch.zeros((self.world_size, row.numel()), dtype=row.dtype, device=row.device)
-        table[self.rank] = row
-        return self.sum(table)
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks, in place. Called in the same order on all of them."""
+    # A compiler that traces this has no use for clocks.
+    began = waiting_time.begin() if not torch.compiler.is_compiling() and waiting_time.on else 0
+    dist.all_reduce(tensor, group=group)
+    if began:
+        waiting_time.end(began)
+    return tensor
 
 
 class _SynchronisedBatchNorm(torch.autograd.Function):
@@ -192,18 +179,21 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        exchange: _Exchange,
+        group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         if not _is_channels_last(x):
             x = x.contiguous()
         count, mean, m2 = _local_statistics(x)
-        rows = exchange.rows(torch.cat([count.view(1), mean, m2]))  # [ranks, 1 + 2C]
+        # [ranks, 1 + 2C]. By all_reduce, where x + 0 is exact: every backend has it everywhere.
+        rows = torch.zeros((group.size(), 1 + 2 * mean.numel()), dtype=mean.dtype, device=mean.device)
+        rows[group.rank()] = torch.cat([count.view(1), mean, m2])
+        _sum(rows, group)
         counts, means, m2s = rows[:, :1], rows[:, 1 : 1 + mean.numel()], rows[:, 1 + mean.numel() :]
         total = counts.sum()
         mean = (counts * means).sum(0) / total
         variance = (m2s.sum(0) + (counts * (means - mean).square()).sum(0)) / total
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), total)
-        ctx.exchange = exchange
+        ctx.group = group
         ctx.mark_non_differentiable(mean, variance, total)
         return _normalise(x, weight, bias, mean, variance, eps), mean, variance, total
 
@@ -215,7 +205,7 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
         sum_dy, sum_dy_xhat = _local_gradient_sums(dy, x, mean, invstd)
         d_weight = sum_dy_xhat.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
         d_bias = sum_dy.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
-        sums = ctx.exchange.sum(torch.stack([sum_dy, sum_dy_xhat]))  # also where dx is not needed: the others wait
+        sums = _sum(torch.stack([sum_dy, sum_dy_xhat]), ctx.group)  # also where dx is not needed: the others wait
         d_x = None
         if ctx.needs_input_grad[0]:
             # dx = w·invstd · (dy - Σdy/n - x̂·Σdy·x̂/n), x̂ = (x - mean)·invstd

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -43,13 +43,6 @@ _DTYPE_NAMES = {
 }
 _IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of parameters
 _GLOO_THREADS = 2  # of each gloo group that torch makes
-
-
-@dataclass(frozen=True)
-class _CompilerHints:
-    """The bucket sizes that the compiler reads from a wrapper. It fails for caps below that of a first bucket."""
-
-    bucket_bytes_cap: int
 
 
 class TorchSurface(Joinable):
@@ -106,8 +99,10 @@ class TorchSurface(Joinable):
         # The compiler asks torch's class, whatever the name is bound to; nested wrappers restore the outer one.
         owners: tuple[Any, ...] = (TorchDDP, nn.parallel.DistributedDataParallel, TorchSurface)
         before = [owner._active_ddp_module for owner in owners]
+        # It reads the size of buckets there, and fails for one below that of a first bucket.
+        hints = SimpleNamespace(bucket_bytes_cap=max(self.bucket_bytes_cap, FIRST_BUCKET_BYTES))
         for owner in owners:
-            owner._active_ddp_module = _CompilerHints(max(self.bucket_bytes_cap, FIRST_BUCKET_BYTES))
+            owner._active_ddp_module = hints
         try:
             yield
         finally:

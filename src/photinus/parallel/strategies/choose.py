@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from ...words import hint
 from ..ddp.sync_batch_norm import convert_sync_batchnorm
-from .ddp import DDPStrategy, TorchDDPStrategy, Zero1Strategy
-from .dp import DPStrategy
+from .ddp import DDPStrategy, DPStrategy, TorchDDPStrategy, Zero1Strategy
 from .fully_sharded import Zero2Strategy, Zero3Strategy
 from .strategy import Strategy
 

@@ -30,11 +30,7 @@ from .turns import measure
 COUNTS = (2, 4, 8)
 RATES_GBIT = (1, 10, 100)
 _LATENCY_S = 50e-6
-_BUCKET_BYTES, _LEAST_BUCKET_BYTES, _BUCKET_S = (
-    25 << 20,
-    1 << 20,
-    0.03,
-)  # DDP's; between hosts what crosses in that time
+_BUCKET_BYTES, _LEAST_BUCKET_BYTES, _BUCKET_S = 25 << 20, 1 << 20, 0.03  # DDP's; between hosts what crosses meanwhile
 _PAYS = 1.5
 _BUSY = 0.5  # of the cores, in the last minute
 _ITEM_BYTES = 4
@@ -90,20 +86,15 @@ def examine_model(trial: Trial, *, as_json: bool) -> int:
     for ranks in (n for n in COUNTS if gpus and n > gpus and n <= trial.samples):
         found, _ = measure(Plan((trial.backend,), (("all_reduce", alone.gradient_bytes),)), ranks)
         rows.append(_predict(alone, ranks, trial.samples, found[0][trial.backend] if found else 0.0))
-    hosts = {
-        rate: [
-            _predict(
-                alone,
-                n,
-                trial.samples,
-                _between_hosts(alone.gradient_bytes, n, rate, trial.timeout_s),
-                min(_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, _BUCKET_S * rate / 8e-9)),
-            )
-            for n in COUNTS
-            if n <= trial.samples
+    counts = [n for n in COUNTS if n <= trial.samples]
+    hosts: dict[int, list[Row]] = {}
+    for rate in RATES_GBIT:
+        exchanges_s = [_between_hosts(alone.gradient_bytes, n, rate, trial.timeout_s) for n in counts]
+        bucket_bytes = min(_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, _BUCKET_S * rate / 8e-9))
+        hosts[rate] = [
+            _predict(alone, n, trial.samples, exchange_s, bucket_bytes)
+            for n, exchange_s in zip(counts, exchanges_s, strict=True)
         ]
-        for rate in RATES_GBIT
-    }
     lines = verdict(alone, rows, trial.samples, cores, gpus)
     if load > _BUSY * cores:
         lines.append(f"Other programs were running (load {load:.1f} on {cores} cores): end them, and measure again.")
@@ -133,13 +124,9 @@ def _predict(alone: Times, ranks: int, samples: int, exchange_s: float, bucket_b
 
 def _between_hosts(gradient_bytes: int, hosts: int, rate_gbit: float, timeout_s: float) -> float:
     """Return the seconds of an all_reduce by the engine's model; where the engine is missing, by the bytes alone."""
-    question = {
-        "counts": [1] * hosts,
-        "operation": "all_reduce",
-        "sizes_elems": [max(1, gradient_bytes // _ITEM_BYTES)],
-    }
+    question = {"counts": [1] * hosts, "operation": "all_reduce", "sizes_elems": [-(-gradient_bytes // _ITEM_BYTES)]}
     speeds = (_LATENCY_S, rate_gbit / 8e-9)
-    answer, _ = ask_engine(timeout_s, json.dumps({**question, "dtype": "float32", "speeds": speeds}))
+    answer, _ = ask_engine(timeout_s, json.dumps({**question, "speeds": speeds}))
     if answer is None:
         return 2 * (hosts - 1) / hosts * gradient_bytes / speeds[1] + 2 * _LATENCY_S
     return float(answer["explained"][1][0]["seconds"])
