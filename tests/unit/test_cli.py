@@ -92,7 +92,6 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("export run -o x.safetensors --dtype float61", "needs float32, float16 or bfloat16. Did you mean float16?"),
         ("export run -o x.safetensors", "run has no manifest"),
         ("export no/such -o x.safetensors", "there is no such folder"),
-        ("completion bsh", "Did you mean bash?"),
     ],
 )
 def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, monkeypatch, line, text):
@@ -125,7 +124,7 @@ def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_missp
     assert "environment variable PHOTINUS_RANKS_PER_GPU='two': needs a whole number" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus", "main(['completion', 'bash'])"])
+@pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus"])
 def test_neither_run_nor_the_front_door_imports_what_only_pictures_and_manifests_need(what):
     code = f"import sys; from photinus.cli.main import main; {what}; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -169,7 +168,7 @@ def test_a_reader_that_goes_away_is_no_error():
 def test_a_disk_that_is_full_is_told(monkeypatch, capsys):
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which it tries once more when it is closed
         monkeypatch.setattr(sys, "stdout", full)
-        assert main(["completion", "bash"]) == 1
+        assert main(["--help"]) == 1
     assert capsys.readouterr().err == "photinus: No space left on device: the output was truncated.\n"
 
 

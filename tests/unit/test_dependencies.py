@@ -45,7 +45,7 @@ def imported() -> dict[str, Path]:
 
 
 def test_whatever_the_package_imports_is_installed_with_it() -> None:
-    assert {"torch", "numpy", "tqdm", "matplotlib", "cloudpickle", "shtab", "jinja2", "rich"} <= required()
+    assert {"torch", "numpy", "tqdm", "matplotlib", "cloudpickle", "jinja2", "rich"} <= required()
     missing = {name: path for name, path in imported().items() if name not in required() | ELSEWHERE}
     assert missing == {}
 

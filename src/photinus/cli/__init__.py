@@ -8,5 +8,4 @@ flag_values       how the value of a flag is read and checked: types for argpars
 selection         which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
 detect_scheduler  inside srun or mpirun: which hosts, which of them is this one, where to meet
 new               `photinus new`: a project made of the files in photinus/templates
-completion        `photinus completion`: a script that completes words in bash, zsh or fish
 """

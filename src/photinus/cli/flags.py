@@ -182,7 +182,6 @@ _ABSENT = {
     "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are always handled",
     "--logs-specs": "--log-dir, --redirects and --tee say where output goes",
     "--log-line-prefix-template": "lines of ranks but 0 begin with the rank, like [1]",
-    "--print-completion": "`photinus completion bash` prints the script",
     "--event-log-handler": "there are no event logs",
     "--numa-binding": "bind with numactl or the scheduler",
     "--virtual-local-rank": "--device chooses GPUs",
@@ -231,7 +230,6 @@ def run_parser() -> Parser:
             name = usage.split()[0]
             options: dict[str, Any] = {"action": "append"} if name in _REPEATED else {}
             parser.add(usage, about, kind, section=section, dest=sets, only_with=_ONLY_WITH.get(name, ()), **options)
-    parser.offered |= {"--nproc-per-node": ("auto", "gpu", "cpu"), "--start-method": ("fork", "spawn")}
     return parser
 
 

@@ -1,6 +1,6 @@
 """The `photinus` command: finds the subcommand, shows help, and turns errors into readable lines and exit codes.
 
-Each subcommand is a module with `main(arguments) -> exit code` and `parser()`, imported when it is used. `main` raises
+Each subcommand is a module with `main(arguments) -> exit code`, imported when it is used. `main` raises
 UsageError for words that cannot be carried out, and another PhotinusError for what failed. Nothing here imports torch.
 """
 
@@ -28,7 +28,6 @@ COMMANDS = {
     "top": ("photinus.tools.view.top", "show a run while it trains: progress, loss, where the time goes"),
     "report": ("photinus.tools.view.report", "write one HTML page about a run, or several to compare"),
     "export": ("photinus.compat.export", "write a run's weights as a safetensors file"),
-    "completion": ("photinus.cli.completion", "shell completion for bash, zsh or fish"),
 }
 
 _WRONG_USE = 2

@@ -27,8 +27,7 @@ class Parser(argparse.ArgumentParser):
         exclusive: each a flag, and those that cannot be given with it.
 
     Attributes:
-        flags: each spelling, with dashes, and argparse's action for it; `words`: the actions of words.
-        offered: what may follow a flag or stand for a word, by its first spelling; empty where it cannot be listed.
+        flags: each spelling, with dashes, and argparse's action for it.
     """
 
     def __init__(
@@ -53,9 +52,7 @@ class Parser(argparse.ArgumentParser):
             exit_on_error=False,
         )
         self.flags: dict[str, argparse.Action] = {}
-        self.words: list[argparse.Action] = []
-        self.offered: dict[str, Sequence[str]] = {}
-        self.passes_on = passes_on
+        self._passes_on = passes_on
         self._renamed = renamed or {}
         self._absent = absent or {}
         self._exclusive = exclusive
@@ -91,9 +88,8 @@ class Parser(argparse.ArgumentParser):
             type = _choice(one_of) if one_of else _choices(some_of)
         names = [word for word in usage.split() if word.startswith("-")]
         name, metavar = [*names, usage][0], usage.split()[-1]
-        self.offered[name] = one_of or some_of
         if not names:
-            self.words.append(self.add_argument(usage, help=help, type=type, **options))
+            self.add_argument(usage, help=help, type=type, **options)
             return
         if metavar != names[-1]:
             options |= {"metavar": metavar, "type": type}
@@ -154,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         """Takes flags out of `rest` as --name=value, which argparse never doubts, and words that do not end them."""
         while rest:
             if not rest[0].startswith("-") or rest[0] == "-":
-                if self.passes_on:
+                if self._passes_on:
                     return
                 words.append(rest.pop(0))
                 continue
@@ -178,7 +174,7 @@ class Parser(argparse.ArgumentParser):
             yield f"{name}={text}" if name.startswith("--") and equals else name
             if not name.startswith("--") and equals:
                 yield text
-            if name == "-m" and self.passes_on:
+            if name == "-m" and self._passes_on:
                 return
 
     def _find(self, spelling: str) -> argparse.Action:
@@ -193,7 +189,7 @@ class Parser(argparse.ArgumentParser):
         if near is not None:
             near = self._renamed.get(near) or self.flags[near].option_strings[0]
             raise UsageError(f"unknown flag {spelling}. Did you mean {near}?")
-        own = "; put flags of the script after its name" if self.passes_on else ""
+        own = "; put flags of the script after its name" if self._passes_on else ""
         raise UsageError(f"unknown flag {spelling}. `{self.prog} --help` lists the flags{own}.")
 
 

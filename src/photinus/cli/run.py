@@ -17,9 +17,7 @@ from ..job.spec import JobSpec, Program
 from ..run.local.devices import count_gpus
 from ..run.local.program import add_local_rank, check_program, missing_packages
 from ..words import mask_words
-from .flags import RunFlags, parse_run, run_parser
-
-parser = run_parser
+from .flags import RunFlags, parse_run
 
 _FUNCTION = "photinus.run.function"
 _LONGEST_BYTES = 120 << 10
