@@ -45,14 +45,14 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3495,
-    "cli": 1484,
+    "cli": 1479,
     "compat": 845,
     "job": 3392,
     "parallel": 7182,
     "run": 4829,
-    "runlog": 1760,
+    "runlog": 1749,
     "templates": 340,
-    "tools": 2748,
+    "tools": 2745,
     "top": 1693,
     "trainer": 12235,
 }

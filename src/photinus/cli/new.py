@@ -41,18 +41,13 @@ def parser() -> Parser:
         "and a README. It trains without changes, on one process or many.",
         more="example:\n  photinus new digits",
     )
-    parser.add("folders", "a new or empty folder", metavar="DIR", nargs="*")
+    parser.add("folder", "a new or empty folder", metavar="DIR")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Create the project, print what to do next, and return 0."""
-    folders = parser().parse(arguments).folders
-    if not folders or not folders[0]:
-        raise UsageError("which folder? Usage: photinus new DIR.")
-    if len(folders) > 1:
-        raise UsageError(f"one folder is needed, but {len(folders)} are named: {' '.join(map(shlex.quote, folders))}.")
-    folder = Path(folders[0])
+    folder = Path(parser().parse(arguments).folder)
     _check_empty(folder)
     print(_summary(folder, _write(folder)))
     return 0

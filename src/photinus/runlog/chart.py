@@ -26,28 +26,17 @@ _INCHES = (480 / 72, 270 / 72)  # a point is a unit of the picture
 _IN_A_ROW = 4
 _LOG_FROM = 20  # a curve over a larger factor is drawn over the logarithm
 _NAMES = (*PHASES, *(f"run{index}" for index in range(RUN_COLOURS)), "soft", "rule", "bad")
-LIGHT: dict[str, str] = dict(
-    zip(
-        _NAMES,
-        (
-            *("#b26a00", "#2f86c4", "#1d4f91", "#c2392b", "#1e8449", "#78838f"),
-            *("#1f6fb2", "#c4521a", "#22814f", "#7c4fa3", "#95690a", "#b8336a"),
-            *("#55606d", "#dfe3e8", "#b3261e"),
-        ),
-        strict=True,
-    )
-)
-DARK: dict[str, str] = dict(
-    zip(
-        _NAMES,
-        (
-            *("#e6a23c", "#74bdf0", "#4a86dc", "#ee6a5a", "#4fc38a", "#8f9ba8"),
-            *("#6db3ee", "#f2925f", "#5cc994", "#c09be6", "#e0b652", "#f283ae"),
-            *("#a3aebb", "#323d49", "#ff8f80"),
-        ),
-        strict=True,
-    )
-)
+_ON_WHITE = """
+    #b26a00 #2f86c4 #1d4f91 #c2392b #1e8449 #78838f
+    #1f6fb2 #c4521a #22814f #7c4fa3 #95690a #b8336a
+    #55606d #dfe3e8 #b3261e
+"""
+_ON_BLACK = """
+    #e6a23c #74bdf0 #4a86dc #ee6a5a #4fc38a #8f9ba8
+    #6db3ee #f2925f #5cc994 #c09be6 #e0b652 #f283ae
+    #a3aebb #323d49 #ff8f80
+"""
+LIGHT, DARK = (dict(zip(_NAMES, colours.split(), strict=True)) for colours in (_ON_WHITE, _ON_BLACK))
 
 
 def _style(colours: Mapping[str, str]) -> dict[Any, Any]:

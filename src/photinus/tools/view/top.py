@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from ...cli.flag_values import seconds
 from ...cli.parser import Parser
-from ...errors import UsageError
 from ...runlog.run import Run
 from .event_text import command_of, printable
 from .run_argument import run_folder
@@ -47,7 +46,7 @@ exit code: 0; 2 for wrong use."""
 def parser() -> Parser:
     """The command line."""
     parser = Parser("top", "[RUN] [--once] [--interval SECONDS]", about=_ABOUT, more=_MORE)
-    parser.add("runs", SUPPRESS, metavar="RUN", nargs="*")
+    parser.add("run", SUPPRESS, metavar="RUN", nargs="?")
     parser.add("--once", "print it once and exit (default if the output is not a terminal)")
     parser.add("--interval SECONDS", "seconds between updates. default: 1", _interval, default=1.0)
     return parser
@@ -56,9 +55,7 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     """Shows a run until the user leaves; returns the exit code."""
     options = parser().parse(arguments)
-    if len(options.runs) > 1:
-        raise UsageError(f"photinus top shows one run, but was given {' and '.join(options.runs)}.")
-    _show(Run(run_folder("top", *(options.runs or [None]))), once=options.once, interval_s=options.interval)
+    _show(Run(run_folder("top", options.run)), once=options.once, interval_s=options.interval)
     return 0
 
 
