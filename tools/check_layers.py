@@ -44,7 +44,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3495,
+    "backend": 3473,
     "cli": 1479,
     "compat": 845,
     "job": 3392,

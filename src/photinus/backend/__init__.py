@@ -12,13 +12,12 @@ cuda               CUDA's streams, events and futures, as far as the backend nee
 device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
 engine_group       how a group starts operations of the engine, and how it ends
 engine_moves       what computes nothing, through the engine: collectives and messages from rank to rank
-engine_reductions  all_reduce, reduce and reduce_scatter through the engine, and so the whole process group
+engine_reductions  all_reduce (sparse, too), reduce and reduce_scatter, and so the whole process group
 hosts              how the ranks of a new group wait for and find one another in the store, and at which addresses
 make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
 name               what `init_process_group` calls the backend
 options            of a group (`Options`, for pg_options), and of a call, whose forms in torch are brought to one
 process_group      the face of a process group towards torch, the gloo inside it, and what its process leaves behind
-sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
 torch_tools        what torch's own tools see of a group: torch.profiler events, torch.compile nothing
 updates            how often the parameters that are reduced over a group were updated

@@ -261,8 +261,8 @@ class EngineMoves(EngineGroup):
             operation,
             memory,
             given_outputs,
-            sends=[_part(tensor) for tensor in sources],
-            recvs=[_part(tensor) for tensor in targets],
+            sends=[part_of(tensor) for tensor in sources],
+            recvs=[part_of(tensor) for tensor in targets],
             dtype=code,
             root=root,
             label=label,
@@ -306,7 +306,7 @@ class EngineMoves(EngineGroup):
         return root
 
 
-def _part(values: Tensor | None) -> Part:
+def part_of(values: Tensor | None) -> Part:
     """Return the address of a dense tensor, and its number of elements (a complex one counts as two)."""
     return _NOTHING if values is None else (values.data_ptr(), values.numel())
 

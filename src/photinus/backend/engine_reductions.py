@@ -1,4 +1,4 @@
-"""all_reduce, reduce and reduce_scatter through the engine, and so the whole process group."""
+"""all_reduce (of sparse tensors, too), reduce and reduce_scatter through the engine, and so the whole process group."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceSc
 from .. import engine
 from ..engine import Call
 from ..training_process import waiting_time
-from .engine_group import check_elems, check_same_dtype, one_shape, whole
-from .engine_moves import EngineMoves
+from . import cuda
+from .engine_group import EngineGroup, check_elems, check_same_dtype, one_shape, whole
+from .engine_moves import EngineMoves, part_of
 from .options import UNSET, Wires, as_options, factor, one_tensor, tensor_list, wires
-from .sparse import sparse_all_reduce
-from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals
+from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals, transfer_type
 from .torch_tools import outside_dynamo, profiler_is_on
 from .work import EngineWork, JoinedWork
 
 _ALL_REDUCE = engine.OPERATIONS["all_reduce"]
+_ALL_GATHER = engine.OPERATIONS["all_gather"]
 _REDUCE = engine.OPERATIONS["reduce"]
 _REDUCE_SCATTER = engine.OPERATIONS["reduce_scatter"]
 _PREMUL_SUM = engine.REDUCTIONS["premul_sum"]
+_SUM = hash(dist.ReduceOp.SUM)
 _COMPUTED = {  # of any dtype that the engine can compute with
     **DTYPES,
     # Reduced as pairs of reals, see `tensors`.
@@ -69,7 +71,7 @@ class ThroughEngine(EngineMoves):
             values = tensor
         elif tensor.layout is not _strided:
             # torch has no other call for sparse tensors.
-            return sparse_all_reduce(self, tensor, options)
+            return _sparse_all_reduce(self, tensor, options)
         else:
             code = _compute("all_reduce", tensor)
             memory = Memory()
@@ -225,3 +227,81 @@ def _one_behind_the_other(tensors: Sequence[Tensor], memory: Memory) -> Tensor:
         if part.untyped_storage().data_ptr() != storage.data_ptr() or part.data_ptr() != first.data_ptr() + i * nbytes:
             return memory.input(torch.cat(parts))
     return first.as_strided((first.numel() * len(parts),), (1,))
+
+
+def _sparse_all_reduce(group: EngineGroup, tensor: Tensor, options: Any) -> dist.Work | None:
+    """Adds the ranks' sparse_coo tensors, which must have one shape, dtype and number of sparse dimensions.
+
+    Every rank gathers all ranks' entries and adds them up in rank order. The ranks meet twice: for the numbers of
+    entries, which differ, and for the entries. The first meeting is waited for here, asynchronous call or not.
+
+    Raises:
+        TypeError: another sparse layout.
+        ValueError: another reduction than SUM.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise TypeError(f"all_reduce takes dense and sparse_coo tensors, got one of layout {tensor.layout}")
+    if hash(options.reduceOp) != _SUM:
+        raise ValueError("sparse tensors can be reduced by SUM only")
+    size, rank = group.size(), group.rank()
+    # Fewer entries travel, and `indices()` exists for coalesced tensors only.
+    own = tensor.detach().coalesce()
+    shape, sparse_dims = tuple(own.shape), own.sparse_dim()
+    # Ranks compare it, so other shapes or types are an error and no garbage.
+    label = f"sparse all_reduce of {str(own.dtype).removeprefix('torch.')}{list(shape)}"
+    if sparse_dims != own.dim():
+        label += f" with {sparse_dims} sparse dimensions"
+
+    counts = torch.empty(size, dtype=torch.int64, device="cpu")
+    counts[rank] = own._nnz()
+    address, int64 = counts.data_ptr(), DTYPES[torch.int64]
+    timeout_s = group._timeout_s(options)
+    # Where all_gather puts it, so it stays where it is.
+    place = address + rank * counts.element_size()
+    # Once, as both calls are of one moment.
+    updates = group._updates.told()
+    group._do(Call(_ALL_GATHER, place, address, 1, int64, timeout_s=timeout_s, label=label, updates=updates))
+    entries: list[int] = counts.tolist()
+
+    # By entry, so that each rank's lie one behind the other: [entries, sparse dimensions] and [entries, *dense].
+    memory, own_values = Memory(), own.values()
+    indices, values = memory.input(own.indices().t()), memory.input(own_values)
+    all_indices = indices.new_empty(sum(entries), sparse_dims)
+    all_values = own_values.new_empty(sum(entries), *own_values.shape[1:])
+    flat_indices, flat_values = memory.output(all_indices, load=False), memory.output(all_values, load=False)
+    call = Call(
+        _ALL_GATHER,
+        dtype=int64,
+        timeout_s=timeout_s,
+        asynchronous=options.asyncOp or memory.device is not None,
+        label=label,
+        updates=updates,
+        sends=[part_of(indices)] * size,
+        recvs=[part_of(part) for part in torch.split(flat_indices, entries)],
+        **group._place(memory),
+    )
+    first = group._submit(call, memory)
+
+    def finish() -> None:
+        # It has ended: the values went through the same lane behind it.
+        first.wait()
+        if memory.device is not None:
+            first.order(cuda.streams.current(memory.device))
+        with torch.inference_mode():
+            # Entries lie in the order of the ranks, and equal indices are added in it: the same bits everywhere.
+            total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=False).coalesce()
+            tensor.copy_(total)
+        if memory.device is not None:  # made here, on another stream than that of whoever waits
+            memory.add(tensor._indices(), tensor._values())
+
+    memory.finally_ = finish
+    return group._run(
+        options,
+        _ALL_GATHER,
+        memory,
+        [tensor],
+        sends=[part_of(values)] * size,
+        recvs=[part_of(part) for part in torch.split(flat_values, entries)],
+        dtype=transfer_type(own.dtype)[0],
+        label=label,
+    )
