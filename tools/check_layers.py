@@ -45,7 +45,7 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3473,
-    "cli": 1479,
+    "cli": 1480,
     "compat": 845,
     "job": 3392,
     "parallel": 7182,

@@ -18,6 +18,7 @@ from ..run.local.devices import count_gpus
 from ..run.local.program import add_local_rank, check_program, missing_packages
 from ..words import mask_words
 from .flags import RunFlags, parse_run
+from .flags import run_parser as parser  # noqa: F401 (the pages read it)
 
 _FUNCTION = "photinus.run.function"
 _LONGEST_BYTES = 120 << 10
