@@ -50,9 +50,9 @@ BUDGET = {
     "job": 3392,
     "parallel": 7182,
     "run": 4829,
-    "runlog": 1749,
+    "runlog": 1754,
     "templates": 340,
-    "tools": 2745,
+    "tools": 2736,
     "top": 1693,
     "trainer": 12235,
 }

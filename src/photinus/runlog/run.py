@@ -237,6 +237,11 @@ class Run:
         return max(self.last_epoch, *(window.epoch for window in self.windows[-1:]), *rows, 0)
 
     @property
+    def newest_windows(self) -> list[Window]:
+        """All windows of the newest start."""
+        return [window for window in self.windows if window.start == self.windows[-1].start]
+
+    @property
     def logged(self) -> list[str]:
         """Names of what the user logged at ends of epochs, in the order of their appearance."""
         return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in OWN_COLUMNS]

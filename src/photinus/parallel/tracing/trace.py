@@ -196,11 +196,11 @@ def chrome_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
         total_of = f"rank {each.rank} (pid {each.pid} on {each.host})"
         events.append(_metadata(each.rank, 0, "process_name", name=total_of))
         events.append(_metadata(each.rank, 0, "process_sort_index", sort_index=each.rank))
-        rows = {row: span for row, span in enumerate_rows(each.spans)}  # noqa: C416 - the last span of each row
-        for row in sorted(rows):
+        rows = list(enumerate_rows(each.spans))
+        for row in sorted({row for row, _ in rows}):
             name = MAIN if row == 0 else EXCHANGE if row == 1 else f"{EXCHANGE} (at the same time)"
             events.append(_metadata(each.rank, row, "thread_name", name=name))
-        for row, span in enumerate_rows(each.spans):
+        for row, span in rows:
             events.append(
                 {
                     "name": span.name,

@@ -17,7 +17,7 @@ from ...runlog.events import OF_A_ROW, Event
 from ...runlog.figures import charts, run_colour
 from ...runlog.run import Run
 from ...runlog.stragglers import RankShare, limit, shares, slow_links, stragglers
-from ...runlog.tables import PHASES, Row, Window
+from ...runlog.tables import PHASES, Row
 from ...runlog.units import count, duration, number, percent, size, step_time
 from ...version import __version__
 from .event_text import command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity, speed
@@ -34,7 +34,7 @@ def page(runs: Sequence[Run]) -> str:
     )
     formats = (count, number, size, step_time, units.clock_time, units.plural)
     descriptions = (command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity)
-    found = (bars, epochs, events, last, newest_windows, options, phases_in_words, pictures, speed_in_words, wall_clock)
+    found = (bars, epochs, events, last, options, phases_in_words, pictures, speed_in_words, wall_clock)
     files.filters |= {each.__name__: each for each in (*formats, *descriptions, *found, slow_links, stragglers)}
     labels = labels_of(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.logged))[:6]
@@ -89,14 +89,9 @@ def speed_in_words(run: Run) -> tuple[str, str, str]:
     return first, second, third
 
 
-def newest_windows(run: Run) -> list[Window]:
-    """Return all windows of the newest start."""
-    return [w for w in run.windows if w.start == run.windows[-1].start] if run.windows else []
-
-
 def bars(run: Run) -> dict[str, Any] | None:
     """Return the mean step of each rank (the slowest of many) by phases, of the newest start; None without times."""
-    windows = newest_windows(run)
+    windows = run.newest_windows
     ranks = shares(windows)
     if not ranks:
         return None

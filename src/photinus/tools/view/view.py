@@ -56,11 +56,7 @@ def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool
 
 def recent_windows(run: Run, *, ended: bool) -> list[Window]:
     """The windows that say how the run does now: the last ten of its newest start; all of that start once it ended."""
-    if not run.windows:
-        return []
-    newest = run.windows[-1]
-    same = [w for w in run.windows if w.start == newest.start and w.world_size == newest.world_size]
-    return same if ended else same[-_RECENT:]
+    return run.newest_windows if ended else run.newest_windows[-_RECENT:]
 
 
 def parts(values: Sequence[float], width: int) -> list[int]:
