@@ -93,12 +93,12 @@ def local_states(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def bytes_held(objects: Iterable[Any]) -> int:
     """About how much of the states of models and optimizers this rank has."""
-    held = 0
+    total = 0
     for value in objects:
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
         tensors += tensors_in(dict(value.state)) if isinstance(value, torch.optim.Optimizer) else []
-        held += sum(own_part(each).nbytes for each in tensors if not is_lazy(each))
-    return held
+        total += sum(own_part(each).nbytes for each in tensors if not is_lazy(each))
+    return total
 
 
 def whole_stream(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
