@@ -92,7 +92,7 @@ def local_states(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def bytes_held(objects: Iterable[Any]) -> int:
-    """About how much of the states of models and optimizers this rank has."""
+    """Return about how much of the states of models and optimizers this rank has."""
     total = 0
     for value in objects:
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
