@@ -85,7 +85,8 @@ def main() -> None:
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        return train(*arguments.train, arguments.turns, arguments.turn_s)
+        folder, name = arguments.train
+        return train(folder, name, arguments.turns, arguments.turn_s)
     machine, rows, lines = harness.machine(), [], []
     for name in arguments.models:
         with tempfile.TemporaryDirectory(prefix="snapshots-") as folder:

@@ -219,7 +219,7 @@ with photinus.init(backend="gloo"):
     model = torch.nn.Linear(1, 1)
     model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     data = [(torch.ones(1), torch.ones(1))] * 20
-    save = photinus.Saving(every_steps=10)
+    save = photinus.Saving(every_steps=10, snapshot_every=0)
     loop = photinus.Loop(model, optimizer, data, batch_size=1, epochs=2, out=sys.argv[1], save=save)
     began = loop.step
     for x, y in loop:
