@@ -87,8 +87,11 @@ def test_a_reader_that_does_not_go_on_holds_up_neither_messages_nor_who_wants_to
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
-    for end in (apart.out, apart.err, apart.read_out, apart.read_err):
-        os.close(end)
+    os.close(apart.read_out)  # now the thread that writes does not wait, and ends before other pipes get these numbers
+    os.close(apart.read_err)
+    apart.output._thread.join(10)
+    os.close(apart.out)
+    os.close(apart.err)
 
 
 def test_a_progress_bar_is_shown_in_its_last_state_only(apart):
