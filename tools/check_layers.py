@@ -47,7 +47,7 @@ BUDGET = {
     "backend": 3473,
     "cli": 1480,
     "compat": 845,
-    "job": 3392,
+    "job": 3387,
     "parallel": 7182,
     "run": 4829,
     "runlog": 1754,

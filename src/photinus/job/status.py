@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .. import env
 
@@ -48,14 +49,8 @@ def tell(
     """Tells what has changed."""
     global _status, _counts
     _counts = _counts and steps is None
-    _write(
-        Status(
-            _status.letter if letter is None else letter,
-            _status.steps if steps is None else steps,
-            _status.saved if saved is None else saved,
-            _status.out if out is None else out,
-        )
-    )
+    changes: dict[str, Any] = {"letter": letter, "steps": steps, "saved": saved, "out": out}
+    _write(replace(_status, **{name: value for name, value in changes.items() if value is not None}))
 
 
 def count_optimizer_steps() -> None:
