@@ -166,6 +166,16 @@ def test_what_would_be_lost_is_an_error(strategy: str, case: str, text: str) -> 
         assert re.match(text, rank[case]), rank[case]
 
 
+class Swapping(torch.optim.SGD):
+    """Has other weights to evaluate with, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in filter(self.state.get, group["params"]):
+                parameter.fill_(7.0)
+
+
 def zero1_cases(rank: int, world_size: int, out: str) -> dict[str, Any]:
     """The same for optimizers that are split, and for a state that one rank alone has."""
     found: dict[str, Any] = {}
@@ -186,12 +196,19 @@ def zero1_cases(rank: int, world_size: int, out: str) -> dict[str, Any]:
         if rank == 0:
             lone(torch.ones(1, 4)).sum().backward()
             optimizer.step()
+        swapping: Any = Swapping(plain.parameters(), lr=0.1, momentum=0.9)
+        model, swapping = photinus.wrap(plain, swapping, strategy="zero1")
+        photinus.backward(model(torch.ones(2, 4)).square().mean())
+        swapping.step()
+        swapping.eval()
+        found["evaluated"] = [float(parameter.min()) for parameter in model.parameters()]
         found["state of one rank"] = _error(lambda: photinus.wrap(lone, optimizer, strategy="zero1"))
     return found
 
 
-def test_a_look_at_an_optimizers_state_takes_nothing_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_split_optimizer_saves_all_states_and_changes_all_parameters(tmp_path: Path) -> None:
     function = f"{__name__}:zero1_cases"
     for found in values(run_ranks(function, world_size=2, backend="gloo", arguments={"out": str(tmp_path)})):
         assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 4
+        assert found["evaluated"] == [7.0] * 4
         assert "state of optimizer 1 for parameter 0=digest" in found["state of one rank"]

@@ -147,16 +147,25 @@ def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
     step = Optimizer.profile_hook_step(_Sharded.step)
     step.hooked = True  # type: ignore[attr-defined]
     body = {"step": step, "__module__": __name__, "__doc__": cls.__doc__}
+    # Schedule-free ones change parameters there: each rank those that it steps.
+    body |= {name: _shared(getattr(cls, name)) for name in ("train", "eval") if hasattr(cls, name)}
     return type(f"Sharded{cls.__name__}", (_Sharded, cls), body)
+
+
+def _shared(method: Callable[..., Any]) -> Callable[..., None]:
+    def call(face: Any, *arguments: Any) -> None:
+        method(face, *arguments)
+        face._zero._sync_params()
+
+    return call
 
 
 def _twin_of(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer like this one, attribute by attribute, over other groups, with nothing remembered yet."""
     cls = type(optimizer)
     twin = cls.__new__(cls)
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")
-    }  # the face runs them
+    # The face runs them.
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
     vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"} | hooks)
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     twin.param_groups = [{**of, "params": new["params"]} for of, new in zip(options, param_groups, strict=True)]
