@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -66,12 +67,13 @@ def measure() -> dict[str, Any]:
 def on_ranks(rank: int, world_size: int) -> dict[str, Any]:
     with photinus.init("auto", "cpu"):
         statistics, own = _local_statistics(rank), _ignored(rank)
-        return {"measured": measure(), "failed": _fail(rank), "statistics": statistics, "own": own}
+        failed = {strategy: _fail(rank, strategy) for strategy in ("ddp", "zero3")}
+        return {"measured": measure(), "failed": failed, "statistics": statistics, "own": own}
 
 
-def _fail(rank: int) -> dict[str, str]:
+def _fail(rank: int, strategy: str) -> dict[str, str]:
     """Errors on rank 1 alone; afterwards the world still works."""
-    model = photinus.wrap(Net())
+    model = photinus.wrap(Net(), strategy=strategy)
     found = {}
 
     def metric(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -85,6 +87,7 @@ def _fail(rank: int) -> dict[str, str]:
 
     cases: tuple[tuple[str, Any, Any, int], ...] = (
         ("metric", points(40), metric, 8),
+        ("data", [points(40)[n] if n != 8 else None for n in range(40)], right, 8),  # in rank 1's first block
         ("update", points(40), Broken(), 8),
         ("length", points(40 + rank), right, 8),
         ("block", points(40), right, 8 + rank),
@@ -134,16 +137,18 @@ def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
     results = values(run_ranks("tests.dist.test_evaluate:on_ranks", world_size=3, backend="photinus"))
     for rank, found in enumerate(results):
         assert found["measured"] == alone
-        told = found["failed"]
-        assert ("ZeroDivisionError: in the metric" if rank == 1 else "evaluate failed on rank 1") in told["metric"]
-        assert ("ZeroDivisionError: in update" if rank == 0 else "evaluate failed on rank 0") in told["update"]
-        different = "ValueError: the ranks were given different things to evaluate: "
-        assert told["length"].startswith(f"{different}samples=40 on rank 0, 41 on rank 1")
-        assert told["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")
-        assert told["names"].startswith(f"{different}metrics=['by rank 0', 'right'] on rank 0, ['by rank 1', 'right']")
-        assert "a dataset needs __len__ and __getitem__; NoneType has no" in told["kind"]
         assert found["own"] == [float(rank)] * (rank + 1)
-        assert told["after"] == results[0]["failed"]["after"]
+        for strategy, told in found["failed"].items():
+            who = "" if rank == 1 else "PhotinusError: evaluate failed on rank 1 "
+            assert re.match(f"{who}.*ZeroDivisionError: in the metric", told["metric"])
+            assert re.match(f"{'' if rank == 1 else 'TypeError: evaluate failed on rank 1 '}.*NoneType", told["data"])
+            assert ("ZeroDivisionError: in update" if rank == 0 else "evaluate failed on rank 0") in told["update"]
+            different = "ValueError: the ranks were given different things to evaluate: "
+            assert told["length"].startswith(f"{different}samples=40 on rank 0, 41 on rank 1")
+            assert told["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")
+            assert told["names"].startswith(f"{different}metrics=['by rank 0', 'right'] on rank 0, ['by rank 1', ")
+            assert "a dataset needs __len__ and __getitem__; NoneType has no" in told["kind"]
+            assert told["after"] == results[0]["failed"][strategy]["after"]
     # All evaluate the model that rank 0 would save.
     own, of_all, by_rank = zip(*(found["statistics"] for found in results), strict=True)
     assert len(set(own)) == 3

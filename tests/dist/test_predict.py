@@ -50,6 +50,8 @@ def predictions(folder: Path) -> dict[str, Any]:
         assert model.training
     found["everywhere"] = photinus.predict(model, points(SAMPLES), batch_size=8, on_all_ranks=True)
     found["structure"] = photinus.predict(model, DataLoader(points(SAMPLES), batch_size=8, shuffle=True), forward=both)
+    assert found["structure"] is None or isinstance(found["structure"]["more"], tuple)
+    found["inputs alone"] = photinus.predict(model, TensorDataset(points(SAMPLES).tensors[0]), batch_size=8)
     photinus.predict(model, points(SAMPLES), batch_size=8, out=folder / "new" / "outputs.npy")
     photinus.predict(model, points(SAMPLES), batch_size=8, forward=_half, out=folder / "b.npy")
     return {name: _bits(value) for name, value in found.items()}
@@ -69,13 +71,14 @@ def refused(rank: int, folder: Path) -> dict[str, str]:
 
     (folder / "kept.npy").write_text("kept")
     cases: dict[str, dict[str, Any]] = {
-        "rank 1": {"forward": failing(1)},
+        "rank 1": {"forward": failing(1), "out": folder / "kept.npy"},
         "rank 0": {"forward": failing(0), "out": folder / "kept.npy"},
         "length": {"dataset": points(40 + rank)},
         "shape": {"forward": lambda model, batch: model(batch[0]).sum()},
         "kind": {"forward": lambda model, batch: "text"},
         "rows": {"out": folder / "kept.npy", "forward": lambda model, batch: torch.ones(len(batch[0]), len(batch[0]))},
         "dicts": {"out": folder / "kept.npy", "forward": both},
+        "structures": {"forward": lambda model, batch: dict.fromkeys("ab"[: len(batch[0])], batch[0])},
         "folder": {"out": folder},
         "both": {"out": folder / "x.npy", "on_all_ranks": True},
         "empty": {"dataset": TensorDataset(torch.zeros(0, 2))},
@@ -134,6 +137,7 @@ def test_predictions_have_the_bits_and_the_order_of_one_process(tmp_path: Path, 
             "kind": "a str, but a tensor",
             "rows": "a file needs the same for all",
             "dicts": "outputs of one tensor",
+            "structures": "blocks do not fit together: a dict of a, and a dict of a, b. Give forward",
             "folder": "is a folder",
             "both": "exclude each other",
             "empty": "is empty",

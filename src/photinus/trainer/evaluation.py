@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import CollectiveError, PhotinusError
 from ..parallel.exchange.agreement import check_alike, gather_per_rank, together
 from ..parallel.exchange.tensors import move_tensors
 from ..training_process import waiting_time
@@ -152,9 +151,11 @@ def evaluate(
     # torchmetrics would add up what all ranks have, and rank 0 has seen all.
     with alone(objects.values()):
         values = {name: forwards.attempt(each.compute) for name, each in objects.items() if session.is_main}
-    parts = [part for each in sums.values() for part in each.parts()] if forwards.error is None else []
-    means = _means([0.0, *parts], session, forwards.error)
-    found: dict[str, Any] = dict(zip(sums, means, strict=True))
+    with together("evaluate"):
+        if forwards.error is not None:
+            raise forwards.error
+        parts = [part for each in sums.values() for part in each.parts()]
+    found: dict[str, Any] = dict(zip(sums, _means(parts), strict=True))
     if objects:
         found |= _from_main({name: _plain(value) for name, value in values.items()}, session)
     session.aside_s += time.perf_counter() - started
@@ -267,19 +268,8 @@ def _sum(values: Iterable[float]) -> float:
         return math.nan
 
 
-def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
-    """The means of the ranks' sums and weights, each in two parts; raises on every rank when one failed."""
-    try:
-        gathered = gather_per_rank([] if error is not None else mine)
-    except CollectiveError as unheard:  # where a forward exchanges, the others may still be waiting in one
-        raise unheard if error is None else error from unheard
-    if error is not None:
-        raise error
-    for rank, sums in enumerate(gathered):
-        if not sums:
-            raise PhotinusError(
-                f"evaluate failed on rank {rank} ({session.hosts[rank]}); see the error of that rank. "
-                f"This is rank {session.rank}, which had no error."
-            )
-    sums = [_sum(each[i + j] for each in gathered for j in (0, 1)) for i in range(1, len(mine), 2)]
+def _means(mine: list[float]) -> list[float]:
+    """The means of the ranks' sums and weights, each in two parts."""
+    gathered = gather_per_rank(mine)
+    sums = [_sum(each[i + j] for each in gathered for j in (0, 1)) for i in range(0, len(mine), 2)]
     return [total / weight if weight else math.nan for total, weight in zip(sums[::2], sums[1::2], strict=True)]

@@ -8,6 +8,7 @@ has a block, but for the last round.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +38,8 @@ class Forwards:
 
     Attributes:
         samples: of the data set; batch_size: of a block.
-        error: this rank's first error; it computes no more then, and takes part in the rounds that are left.
+        error: this rank's first error; it computes no more then, and takes part in the rounds that are left. One inside
+            of a forward that exchanges parameters is raised by `rounds`.
 
     Raises:
         ValueError, TypeError: the data set is empty or has no length, or the model is not a module.
@@ -66,25 +68,30 @@ class Forwards:
         _take_buffers_of_main(self._model, self._session)
         splits = strategy_of(self._model).forward_exchanges
         mine = batches_of(self._batches, blocks_of(self._session.rank, ranks, self.samples, size))
+        starts = range(self._session.rank * size, self.samples + self._session.rank * size, ranks * size)
+        begun = ended = -1  # of the last forward
 
         def compute(start: int) -> T | None:
-            if start < self.samples:
-                batch = next(mine)
-                return use(forward(model, batch.data), batch)
-            # It takes part in the other ranks' forward by one of its own, whose values do not count.
-            for batch in batches_of(self._batches, list(range(min(size, self.samples)))) if splits else ():
-                forward(model, batch.data)
-            return None
+            nonlocal begun, ended
+            if start >= self.samples:
+                return None
+            batch = next(mine)
+            begun = start
+            outputs = forward(model, batch.data)
+            ended = start
+            return use(outputs, batch)
 
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.no_grad():
-                for start in range(self._session.rank * size, self.samples + self._session.rank * size, ranks * size):
-                    yield self.attempt(partial(compute, start))
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with evaluating(model):
+            for start in starts:
+                value = self.attempt(partial(compute, start))
+                if splits and begun != ended:  # the others wait in this forward: no exchange can reach them
+                    assert self.error is not None
+                    raise self.error
+                # It takes part in the other ranks' forward by one of its own, whose values do not count.
+                if splits and ended != start:
+                    for batch in batches_of(self._batches, list(range(min(size, self.samples)))):
+                        forward(model, batch.data)
+                yield value
 
     def share(self, value: T | None, take: Callable[[T], object], *, everywhere: bool = False) -> None:
         """Call `take` for what the ranks have in this round, in the order of the blocks: on rank 0, or everywhere."""
@@ -109,6 +116,19 @@ class Forwards:
             except Exception as error:  # noqa: BLE001 - raised after the last round, as on all ranks
                 self.error = error
         return None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A block in which a model is in eval mode, without gradients; then each module gets its mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,7 +47,7 @@ def predict(
             are used. The order is that of the data set.
         batch_size: samples of one forward on one rank. Default: as for `photinus.evaluate`.
         forward: function forward(model, batch) that returns a tensor, or a tuple, list or dict of them, each with a row
-            per sample. Default: `model(batch)`, or `model(inputs)` for a batch of two parts (inputs, targets).
+            per sample. Default: `model(batch)`, or `model(inputs)` for a batch (inputs,) or (inputs, targets).
         out: file to write instead of returning anything: a NumPy array (.npy), which may be larger than memory. For
             outputs of one tensor; bfloat16 is written as float32. Rank 0 writes it, and replaces what was there.
         on_all_ranks: return the outputs on every rank, not only on rank 0.
@@ -74,25 +75,24 @@ def predict(
     alike |= {"on_all_ranks": on_all_ranks, "out": path is not None}
     check_alike(alike, "the ranks were asked for different predictions")
     parts: list[Outputs] = []
-
-    def compute(take: Callable[[Outputs], object]) -> None:
+    with ExitStack() as stack:
+        take: Callable[[Outputs], object] = parts.append
+        if path is not None and session.is_main:
+            rows = forwards.attempt(partial(_open, path, forwards.samples, stack))
+            take = rows.write if rows is not None else take
         with closing(forwards.rounds(forward or _forward, _checked)) as rounds:
             for part in rounds:
                 forwards.share(part, take, everywhere=on_all_ranks)
-        if forwards.error is not None:
-            raise forwards.error
-
-    with together("predicting"):
-        if path is None or not session.is_main:
-            compute(parts.append)
-        else:
-            with replacing(path) as unfinished, DurableFile(unfinished) as file:
-                compute(_Rows(file, forwards.samples).write)
-    return _joined(parts) if parts else None
+        with together("predicting"):
+            if forwards.error is not None:
+                raise forwards.error
+            found = _joined(parts) if parts else None
+        with together("predicting"), stack:  # no rank failed: the file may take its place
+            return found
 
 
 def _forward(model: nn.Module, batch: Any) -> Outputs:
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         batch = batch[0]
     if not isinstance(batch, Tensor):
         raise TypeError(
@@ -114,24 +114,44 @@ def _checked(outputs: Outputs, batch: Batch) -> Outputs:
     if isinstance(outputs, Mapping):
         return {name: _checked(value, batch) for name, value in outputs.items()}
     if isinstance(outputs, (tuple, list)):
-        return [_checked(value, batch) for value in outputs]
+        return _like(outputs, [_checked(value, batch) for value in outputs])
     raise TypeError(
         f"the model gave a {type(outputs).__name__}, but a tensor, or a tuple, list or dict of tensors is needed: give "
         f"forward=..., which takes (model, batch) and returns that"
     )
 
 
+def _like(outputs: Any, values: list[Outputs]) -> Outputs:
+    """Return a tuple, a named one or a list of some values, as `outputs` is."""
+    return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
+
+
+def _kind_of(outputs: Outputs) -> str:
+    if isinstance(outputs, Tensor):
+        return f"rows of shape {list(outputs.shape[1:])}"
+    return f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else f"{len(outputs)} parts"
+
+
 def _joined(parts: list[Outputs]) -> Outputs:
     first = parts[0]
+    if len(kinds := sorted({_kind_of(part) for part in parts})) > 1:
+        raise ValueError(
+            f"outputs of different blocks do not fit together: {kinds[0]}, and {kinds[1]}. Give forward=..., which "
+            f"returns the same structure and shape for each batch"
+        )
     if isinstance(first, Tensor):
         return torch.cat(parts)
     if isinstance(first, dict):
         return {name: _joined([part[name] for part in parts]) for name in first}
-    return [_joined(list(each)) for each in zip(*parts, strict=True)]
+    return _like(first, [_joined([*each]) for each in zip(*parts, strict=True)])
 
 
 class _Writer(Protocol):
     def write(self, data: bytes, /) -> int: ...
+
+
+def _open(path: Path, samples: int, stack: ExitStack) -> _Rows:
+    return _Rows(stack.enter_context(DurableFile(stack.enter_context(replacing(path)))), samples)
 
 
 class _Rows:
