@@ -87,15 +87,19 @@ class Returning(nn.Module):
         scores = self.table(input_ids)
         if labels is None:
             return SimpleNamespace(logits=scores)
-        scores, labels = (scores[:, :-1], labels[:, 1:]) if isinstance(self, ReturningForCausalLM) else (scores, labels)
+        scores, labels = (scores[:, :-1], labels[:, 1:]) if isinstance(self, Shifting) else (scores, labels)
         return SimpleNamespace(logits=scores, loss=cross_entropy(scores.transpose(1, 2), labels))
 
 
-class ReturningForCausalLM(Returning):
+class BartForCausalLM(Returning):
+    """Its labels are those of the same tokens, as Bart's."""
+
+
+class Shifting(Returning):
     """Each token predicts the next one."""
 
 
-@pytest.mark.parametrize("kind", [Returning, ReturningForCausalLM])
+@pytest.mark.parametrize("kind", [BartForCausalLM, Shifting])
 def test_a_model_that_returns_its_loss_needs_no_function_and_counts_its_labels(kind):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, (24, 6), generator=generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.errors import PhotinusError
+from photinus.parallel.tracing.device_clock import DeviceClock
 from photinus.runlog.tables import read_rows
 from photinus.trainer.objective import Objective
 from tests.small_run import FEATURES, QUIET, points
@@ -207,12 +209,28 @@ def test_targets_that_torch_ignores_by_default_are_counted_where_they_are_tokens
     assert Objective(nn.CrossEntropyLoss(WEIGHTS))(torch.randn(3, 3), torch.rand(3, 3))[1] is None
 
 
-def test_a_sum_is_trained_and_logged_as_the_sum_of_the_global_batch(tmp_path):
+def test_targets_that_torch_ignores_are_refused_without_a_wait_for_the_gpu(monkeypatch):
+    device_is_there = []
+    event = SimpleNamespace(query=lambda: bool(device_is_there))
+    monkeypatch.setattr("photinus.trainer.objective.clock_of", lambda device: DeviceClock(lambda: event))
+    loss, scores = Objective(nn.CrossEntropyLoss()), torch.randn(3, 3)
+    loss(scores, torch.tensor([0, 1, -100]))
+    loss(scores, torch.tensor([0, 1, 2]))
+    device_is_there.append(True)
+    with pytest.raises(ValueError, match=r"1 of 3 targets are -100, torch's ignore_index by default"):
+        loss(scores, torch.tensor([0, 1, 2]))
+
+
+class Summed(nn.MSELoss):
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+
+@pytest.mark.parametrize("function", [nn.MSELoss(reduction="sum"), Summed()])
+def test_a_sum_is_trained_and_logged_as_the_sum_of_the_global_batch(tmp_path, function):
     model = nn.Linear(FEATURES, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    trainer = photinus.Trainer(
-        model, optimizer, nn.MSELoss(reduction="sum"), epochs=1, batch_size=8, out=tmp_path, report=QUIET
-    )
+    trainer = photinus.Trainer(model, optimizer, function, epochs=1, batch_size=8, out=tmp_path, report=QUIET)
     inputs, targets = points(8).tensors
     wide = nn.functional.one_hot(targets, 3).float()
     loss = mse_loss(model(inputs), wide, reduction="sum").item()

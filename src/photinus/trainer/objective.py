@@ -5,6 +5,7 @@ Each gives a mean, and the number of things that it is a mean over: that of torc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
+from ..parallel.tracing.device_clock import Moment, clock_of, is_past
 from .checkpoint.states import unwrap
+from .forwards import evaluating
 
-_COUNTED = (nn.CrossEntropyLoss, nn.NLLLoss)
+_COUNTED = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, cross_entropy, nll_loss)
 _IGNORED = -100  # torch's default
 
 
@@ -46,15 +49,15 @@ class Objective:
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
         bound = function.keywords if isinstance(function, partial) else {}
-        inner = function.func if isinstance(function, partial) else function
+        kind: Any = type(function)
         is_module = isinstance(function, nn.Module)
+        # A subclass may compute something else, as may arguments by place.
+        inner = kind.forward if is_module else function.func if isinstance(function, partial) else function
         options = vars(function) if is_module else bound
-        # A subclass, or arguments by place, may make something else of it.
-        counted = is_module and any(getattr(type(function), "forward", None) is each.forward for each in _COUNTED)
-        counted |= inner in (cross_entropy, nll_loss) and not getattr(function, "args", ())
-        of_torch = getattr(inner if not is_module else type(function), "__module__", "").startswith("torch.nn.")
-        self.is_sum = of_torch and options.get("reduction") == "sum"
+        counted = inner in _COUNTED and not getattr(function, "args", ())
+        self.is_sum = getattr(inner, "__module__", "").startswith("torch.nn.") and options.get("reduction") == "sum"
         self._counted = counted and options.get("reduction", "mean") == "mean"
+        self._ignored_counts: deque[tuple[Tensor, int, int | Moment]] = deque()
         self._ignored = options.get("ignore_index", _IGNORED)
         self._class_weights = getattr(function, "weight", None) if is_module else bound.get("weight")
 
@@ -91,13 +94,19 @@ class Objective:
         return counted.numel() if self._class_weights is None else self._class_weights.to(targets.device)[counted].sum()
 
     def _refuse_ignored(self, targets: Tensor) -> None:
-        """Nearly no classifier has targets of -100, so that each step of all others would pay for an exchange."""
-        ignored = 0 if targets.is_cuda else int((targets == _IGNORED).sum())
-        if ignored:
-            raise ValueError(
-                f"{ignored} of {targets.numel()} targets are -100, torch's ignore_index by default. If that is right, "
-                f"name another one, such as CrossEntropyLoss(ignore_index=-1), or return (sum, weight) from loss_fn"
-            )
+        """Nearly no classifier has targets of -100, so that each step of all others would pay for an exchange.
+
+        Nothing waits for a GPU: a count is looked at in the first step after it has come.
+        """
+        count, clock = (targets == _IGNORED).sum().to("cpu", non_blocking=True), clock_of(targets.device)
+        self._ignored_counts.append((count, targets.numel(), clock.now() if clock else 0))
+        while self._ignored_counts and is_past(self._ignored_counts[0][2]):
+            ignored, targets_then, _ = self._ignored_counts.popleft()
+            if ignored:
+                raise ValueError(
+                    f"{ignored} of {targets_then} targets are -100, torch's ignore_index by default. If that is right, "
+                    f"name another one, such as CrossEntropyLoss(ignore_index=-1), or return (sum, weight) from loss_fn"
+                )
 
 
 class StepObjective(Objective):
@@ -124,20 +133,33 @@ class StepObjective(Objective):
         return loss.double() * weight if weight else torch.zeros(()), weight  # a mean of nothing is NaN
 
 
-def loss_of_output(model: nn.Module, batch: Any) -> Any:
-    """Return the loss that a model returns as `.loss`, as those of Transformers do, and the number of its labels."""
-    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise TypeError(
-            f"the model returned a {type(output).__name__} without a loss: give Trainer a loss_fn, or step=f with "
-            f"f(model, batch) -> loss (models of Transformers return a loss if the batch has labels)"
-        )
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
-        return loss
-    plain = unwrap(model)
-    names = f"{type(plain).__name__} {getattr(plain, 'loss_type', '')}"
-    if "CausalLM" in names or "LMHead" in names:  # each token predicts the next one
-        labels = labels[..., 1:]
-    return loss, (labels != _IGNORED).sum()
+class OutputObjective(StepObjective):
+    """The loss that a model returns as `.loss`, as those of Transformers do: a mean over its labels."""
+
+    def __init__(self) -> None:
+        super().__init__(self._loss)
+        self._shifts: bool | None = None  # whether each label is what the token before it predicts; not known yet
+
+    def _loss(self, model: nn.Module, batch: Any) -> Any:
+        output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise TypeError(
+                f"the model returned a {type(output).__name__} without a loss: give Trainer a loss_fn, or step=f with "
+                f"f(model, batch) -> loss (models of Transformers return a loss if the batch has labels)"
+            )
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+            return loss
+        if self._shifts is None:
+            self._shifts = _ignores_first_label(unwrap(model), batch)
+        return loss, (labels[..., self._shifts :] != _IGNORED).sum()
+
+
+def _ignores_first_label(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model's loss leaves the first label of each sequence out: names of classes do not say it."""
+    labels = torch.full_like(batch["labels"], _IGNORED)
+    labels[..., 0] = 0
+    with evaluating(model):  # which draws no random numbers
+        loss = model(**{**batch, "labels": labels}).loss
+    return not bool(loss > 0)  # a mean of nothing is NaN

@@ -30,7 +30,7 @@ from .early_stopping import EarlyStopping
 from .evaluation import Metric, check_functions, evaluate
 from .forwards import Data
 from .loop import Loop, measurements
-from .objective import Objective, StepObjective, loss_of_output
+from .objective import Objective, OutputObjective, StepObjective
 from .record.curves import PICTURE
 from .record.spec import Reporting, Saving, check_options
 from .session.progress import show_metrics
@@ -176,7 +176,8 @@ class Trainer:
             partial(find_strategy, strategy),
         )
         self._model, self._optimizer = model, optimizer
-        self._objective = StepObjective(step or loss_of_output) if loss_fn is None else Objective(loss_fn)
+        without = StepObjective(step) if step else OutputObjective()
+        self._objective = without if loss_fn is None else Objective(loss_fn)
         self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": self._objective}
         self._strategy, self._batch_size = strategy, batch_size
