@@ -67,9 +67,10 @@ def test_it_follows_the_optimizers_step_whatever_is_around_the_optimizer(is_wrap
     assert int(average.n_averaged) == 3
 
 
-def test_a_step_that_the_scaler_skips_is_no_update() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_no_update(fused: bool) -> None:
     net = Net(0.0)
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused), torch.amp.GradScaler("cpu")
     average = photinus.Average(net)
     state = {"ema": average, "scaler": scaler}
     loop = photinus.Loop(net, optimizer, points(), batch_size=16, epochs=1, state=state, report=QUIET)

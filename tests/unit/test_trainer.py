@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,7 +80,9 @@ def test_every_strategy_gives_the_same_curve_and_goes_on_with_any_others_checkpo
 
 
 def test_clipping_changes_what_is_trained_and_a_wrong_norm_is_refused_before_work() -> None:
-    clipped = _trainer(epochs=1, clip_norm=0.01).fit(points())
+    trainer = _trainer(epochs=1, clip_norm=numpy.float32(0.01))
+    assert json.loads(json.dumps(trainer._body))["clip_norm"] == pytest.approx(0.01)  # as ranks compare it
+    clipped = trainer.fit(points())
     assert fingerprint(clipped.model) != fingerprint(_trainer(epochs=1).fit(points()).model)
     for wrong in (0.0, -1.0, float("nan"), [1]):
         with pytest.raises(ValueError, match=r"clip_norm=.*needs a number above 0"):
@@ -241,6 +244,28 @@ def test_callbacks_log_and_stop(tmp_path: Path) -> None:
     result = _trainer(tmp_path, epochs=9, callbacks=[stop_early]).fit(points())
     assert [row["twice"] for row in read_rows(tmp_path / "metrics.csv")] == [2, 4]
     assert len(result.history) == 2
+
+
+def test_a_part_of_the_model_that_is_in_eval_mode_stays_so() -> None:
+    trainer = _trainer(epochs=1)
+    norm = trainer._model.add_module("norm", torch.nn.BatchNorm1d(3)) or trainer._model.norm.eval()
+    assert [trainer.fit(points(), points(31)).model.training, norm.training] == [True, False]
+    trainer._model.eval()
+    assert [trainer.fit(points()).model.training, norm.training] == [True, True]
+
+
+def test_objects_whose_classes_have_one_name_are_all_saved(tmp_path: Path) -> None:
+    class Counter:
+        def state_dict(self) -> dict[str, int]:
+            return {"count": 3}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    kinds = [type(name, (Counter,), {}) for name in ("Scheduler", "EarlyStopping", "EarlyStopping", "Model")]
+    trainer = _trainer(tmp_path, epochs=1, callbacks=[each() for each in kinds])
+    saved = photinus.load(trainer.fit(points()).checkpoint)
+    names = ("scheduler_2", "early_stopping", "early_stopping_2", "model_2")
+    assert [saved[name] for name in names] == [{"count": 3}] * 4
 
 
 def test_a_second_fit_of_a_finished_run_gives_the_same_result(tmp_path: Path) -> None:

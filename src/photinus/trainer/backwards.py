@@ -219,7 +219,8 @@ class Backwards:
             parameters = _parameters_of(optimizer)
             self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
             self._stepped_inside.discard(place)
-            self._report_step(place, self._step)
+            if not getattr(optimizer, "found_inf", None):  # of a GradScaler: a fused optimizer skips a step itself
+                self._report_step(place, self._step)
             self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])
 
     def _call(self, place: int) -> str:

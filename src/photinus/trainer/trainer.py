@@ -39,6 +39,7 @@ from .session.wrapping import WRAPPED, exchanges_gradients, wrap
 
 LossFunction = Callable[[Tensor, Tensor], Any]
 Callback = Callable[[Loop], None] | EarlyStopping | Any
+_TAKEN = ("model", "optimizer", "scheduler", "scaler")  # names of what a Trainer saves itself
 _PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -158,7 +159,7 @@ class Trainer:
         self._scaler = precision if isinstance(precision, torch.amp.GradScaler) else None
         precision = "float16" if isinstance(precision, torch.amp.GradScaler) else precision
         width = f"precision={precision!r}: needs {', '.join(map(repr, _PRECISIONS))} or a torch.amp.GradScaler"
-        limit: Any = clip_norm
+        is_norm = clip_norm is None or (hasattr(clip_norm, "__float__") and clip_norm > 0)
         norm = f"clip_norm={clip_norm!r}: needs a number above 0, or None"
         unfit = "metrics take outputs and targets, which only loss_fn gives: call photinus.evaluate in a callback"
         own = [name for name in (*OWN_COLUMNS, "valid_loss") if isinstance(metrics, Mapping) and name in metrics]
@@ -170,7 +171,7 @@ class Trainer:
             partial(refuse_if, metrics and loss_fn is None, ValueError(unfit)),
             partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
             partial(refuse_if, precision not in _PRECISIONS, ValueError(width)),
-            partial(refuse_if, limit is not None and not (hasattr(limit, "__float__") and limit > 0), ValueError(norm)),
+            partial(refuse_if, not is_norm, ValueError(norm)),
             partial(refuse_if, own, ValueError(taken)),
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(find_strategy, strategy),
@@ -181,10 +182,10 @@ class Trainer:
         self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": self._objective}
         self._strategy, self._batch_size = strategy, batch_size
-        self._clip_norm = clip_norm
+        self._clip_norm = None if clip_norm is None else float(clip_norm)  # numpy's are not JSON's
         self._precision = precision
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
-        self._body: dict[str, JSON] = {"precision": precision, "clip_norm": clip_norm}
+        self._body: dict[str, JSON] = {"precision": precision, "clip_norm": self._clip_norm}
         self._body |= {"scheduler_every": scheduler_every}
         self._callbacks = [each for each in callbacks if callable(each) and not isinstance(each, nn.Module)]
         self._averages = [each for each in callbacks if isinstance(each, Average) and each.validate]
@@ -219,7 +220,7 @@ class Trainer:
                 self._loop_options["state"] = {**self._loop_options["state"], "scaler": self._scaler}
             batch_size = self._batch_size
             loop = Loop(model, optimizer, train_set, batch_size=batch_size, **self._loop_options, _body=self._body)
-            if not loop.finished:
+            if not (loop.finished or unwrap(model).training):  # else parts that are in eval mode stay so
                 model.train()
             for batch in loop:
                 with self._autocast():
@@ -324,13 +325,13 @@ class Trainer:
 
 def _by_name(callbacks: Any) -> dict[str, Any]:
     """Return those that a checkpoint keeps, by the names of their classes: early_stopping, and early_stopping_2."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict.fromkeys(_TAKEN)
     for each in callbacks if isinstance(callbacks, Sequence) else ():
         if hasattr(each, "load_state_dict"):
             name = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", type(each).__name__).lower()
-            number = 1 + sum(type(other) is type(each) for other in found.values())
-            found[name if number == 1 else f"{name}_{number}"] = each
-    return found
+            places = (name, *(f"{name}_{number}" for number in range(2, len(found) + 2)))
+            found[next(place for place in places if place not in found)] = each
+    return {name: each for name, each in found.items() if name not in _TAKEN}
 
 
 def _check_kinds(losses: Mapping[str, Any], metrics: Any, scheduler: Any, callbacks: Any) -> None:
