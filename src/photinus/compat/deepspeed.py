@@ -29,7 +29,7 @@ from .deepspeed_keys import ADAM, BATCHES, BF16, CHOICE, FP16, NUMBER, ROOT, SCH
 from .deepspeed_schedules import SCHEDULES, Schedule, make_schedule
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-# DeepSpeed's own defaults: torch's AdamW decays by 0.01.
+# DeepSpeed's own defaults: torch's AdamW decays by 0.01, and so does DeepSpeed with torch_adam.
 _ADAM = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 _OWN_OPTIMIZERS = {
     "lamb": "FusedLamb", "lion": "FusedLion", "onebitadam": "1-bit Adam", "onebitlamb": "1-bit LAMB",
@@ -284,12 +284,12 @@ def _optimizer(
     is_adam = lower in ("adam", "adamw")
     params = read(raw_params, "optimizer.params.", {**kinds_of(kind), **(ADAM if is_adam else {})}, auto, notes)
     if is_adam:
-        params.pop("torch_adam", None)
+        defaults = {} if params.pop("torch_adam", False) else _ADAM
         if not params.pop("bias_correction", True):
             raise ValueError("optimizer.params.bias_correction false is not supported: torch's Adam always corrects")
         decoupled = params.pop("adam_w_mode", True) or lower == "adamw"  # true also for "Adam": DeepSpeed's default
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        params = _ADAM | params
+        params = defaults | params
     try:
         kind([torch.zeros(1, requires_grad=True)], **params)
     except (ValueError, TypeError) as error:

@@ -95,7 +95,7 @@ _ZERO_NOTED = {
     stage3_use_all_reduce_for_fetch_params stage3_module_granularity_threshold load_from_fp32_weights
     elastic_checkpoint memory_efficient_linear use_multi_rank_bucket_allreduce override_module_apply
     log_trace_cache_warnings use_all_reduce_for_fetch_params prefetch_bucket_size param_persistence_threshold
-    max_live_parameters max_reuse_distance
+    max_live_parameters max_reuse_distance model_persistence_threshold module_granularity_threshold allgather_sequential
     """: "has no effect on the results: when what is exchanged is the strategy's affair here",
     """
     stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
@@ -125,9 +125,7 @@ def _table(kinds: Mapping[str, Kind], noted: Mapping[str, str], refused: Mapping
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ROOT = _table(
     {
-        **dict.fromkeys(
-            BATCHES, _kind("a whole number above 0", lambda v: _is_number(v) and v >= 1 and v == int(v), int)
-        ),
+        **dict.fromkeys(BATCHES, _COUNT),
         **dict.fromkeys(("optimizer", "scheduler"), _OBJECT),
         **dict.fromkeys(("fp16", "bf16", "bfloat16"), _object_or_flag(lambda flag: {"enabled": flag})),
         "gradient_clipping": _kind("a number above 0 (or 0 for none)", lambda v: _is_number(v) and v >= 0, float),

@@ -12,7 +12,7 @@ compute it; theirs count i = n - 1, from -1. W is warmup_num_steps (at least 2),
 | WarmupCosineLR | lr times: i < 0: 0; i < W: r + (1 - r) ramp(i); then c + (1 - c) (1 + cos(pi p)) / 2, where r is |
 | | warmup_min_ratio, c cos_min_ratio, and p = (i - W + 1) / (T - W), at most 1 |
 | OneCycle | up from cycle_min_lr to cycle_max_lr in cycle_first_step_size steps, down in cycle_second_step_size, |
-| | then min / (1 + decay_lr_rate s / decay_step_size), s steps later; the first beta goes the other way |
+| | then min / (1 + decay_lr_rate s / decay_step_size), s steps later; the first beta goes the other way (n > 0) |
 | LRRangeTest | lr_range_test_min_lr (1 + lr_range_test_step_rate n / lr_range_test_step_size) |
 """
 
@@ -163,7 +163,8 @@ def _one_cycle(
 
     def momentum(n: int) -> float:
         if n <= up + down:
-            return float(cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(n))
+            fall = height(n) if n else 1.0  # as in DeepSpeed's first step
+            return float(cycle_max_mom - (cycle_max_mom - cycle_min_mom) * fall)
         return float(cycle_max_mom * (1 + decay_mom_rate * intervals(n)))
 
     return rate, momentum if cycle_momentum else None
