@@ -80,7 +80,6 @@ class InnerGloo(dist.ProcessGroupGloo):
     def __init__(self, store: Store, rank: int, size: int, limit: Limit, address: str) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
-            # gloo's own choice is the address of the host's name, which may be 127.0.1.1 or none.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         except RuntimeError as error:
             raise HostError(
@@ -138,7 +137,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._label = label
         self._name = self._description = ""
         self._together: list[dist.Work] | None = None
-        self._make: _Maker = _unknown_maker
+        self._make: _Maker  # set by `made_by`, like the members
         self._members: list[int] = []
         self._splits: dict[tuple[int, ...], int] = {}
         for device in devices:
@@ -366,10 +365,6 @@ def _record_works(start: Callable[..., dist.Work], works: list[dist.Work]) -> Ca
         return work
 
     return method
-
-
-def _unknown_maker(_: _DistributedBackendOptions, __: Sequence[torch.device] | None) -> ProcessGroup:
-    raise PhotinusError("this process group was not made by torch.distributed, so it can't be split")
 
 
 class _Ended:
