@@ -54,7 +54,7 @@ _END_MAGIC = b"PK\x05\x06"
 
 
 def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> None:
-    """Save objects in one file, atomically. All ranks call it; rank 0 writes.
+    """Save objects in one file, atomically. All ranks call it.
 
         photinus.save("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches, epoch=epoch)
 
