@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,42 @@ def test_a_killed_launcher_costs_the_steps_since_the_checkpoint_and_no_bit(tmp_p
         run.close()
     assert "checkpoints/step-00000" in run.printed()
     assert "resumed from memory" not in run.printed()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stopped_launcher_lets_the_ranks_train_and_restarts_them_when_it_goes_on(tmp_path):
+    wanted = Run(tmp_path / "quiet", 2, "ddp", 120).end()
+    run = Run(tmp_path / "stopped", 2, "ddp", 120)
+    try:
+        pids = run.wait_for("began", 0)
+        run.job.send_signal(signal.SIGSTOP)
+        run.wait_for_steps(30)  # with a copy in each, and a save
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(1.0)
+        run.job.send_signal(signal.SIGCONT)
+        assert run.end() == wanted
+    finally:
+        run.job.send_signal(signal.SIGCONT)
+        run.close()
+    assert run.printed().count("photinus: restarting all 2 workers from step ") == 1
+    assert_few_steps_were_lost(run, {int(w[1]): int(w[2]) for w in run.notes() if w[0] == "began"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_removed_folder_is_reported_once_and_training_goes_on_from_memory(tmp_path):
+    wanted = Run(tmp_path / "quiet", 2, "ddp", 120).end()
+    run = Run(tmp_path / "removed", 2, "ddp", 120)
+    try:
+        run.wait_for("began", 0)
+        run.wait_for_steps(30)
+        shutil.rmtree(run.folder / "out")
+        assert run.end() == wanted
+    finally:
+        run.close()
+    assert run.printed().count(" raised FileNotFoundError: ") == 1
+    assert_few_steps_were_lost(run, {int(w[1]): int(w[2]) for w in run.notes() if w[0] == "began"})
 
 
 @pytest.mark.timeout(300)
