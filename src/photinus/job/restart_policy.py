@@ -25,7 +25,7 @@ class Report:
     Attributes:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
-        steps, saved: the most that one of the workers told of (see status.py).
+        steps: the most that one of the workers told of (see status.py); `saved`: to go on from, what all hosts have.
         run: the run that the steps are counted in; empty where each process counts its own from 0.
         oom: kills for want of memory during the attempt, in words.
     """
@@ -58,7 +58,7 @@ def of_all_hosts(reports: Sequence[Report]) -> Report:
         deaths,
         finished=tuple(sorted(rank for report in reports for rank in report.finished)),
         steps=furthest.steps,
-        saved=max(report.saved for report in reports),
+        saved=min((report.saved for report in reports if report.saved >= 0), default=-1),
         oom=next(report.oom for report in reports if cause in report.deaths),
         run=furthest.run,
     )
