@@ -114,9 +114,9 @@ class Job:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_job_whose_processes_are_killed_at_any_moment_leaves_nothing(tmp_path: Path) -> None:
-    chance, kills, number = random.Random(39), Counter[str](), 0
+    chance, kills, number = random.Random(int(os.environ.get("SEED", "39"))), Counter[str](), 0
     while kills.total() < KILLS:
-        job = Job(tmp_path / str(number))
+        job, killed = Job(tmp_path / str(number)), set[str]()
         number += 1
         try:
             for _ in range(chance.randrange(1, 4)):
@@ -126,7 +126,9 @@ def test_a_job_whose_processes_are_killed_at_any_moment_leaves_nothing(tmp_path:
                 else:
                     job.wait_for_steps(chance.randrange(1, 15) if moment == "step" else 15)
                     time.sleep(chance.uniform(0.0, 0.3))
-                kills[whom] += job.kill(whom, chance)
+                if job.kill(whom, chance):
+                    kills[whom] += 1
+                    killed.add(whom)
             code = job.launcher.wait(DEADLINE_S)
         finally:
             job.launcher.kill()
@@ -134,6 +136,8 @@ def test_a_job_whose_processes_are_killed_at_any_moment_leaves_nothing(tmp_path:
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := job.left()) and time.monotonic() < deadline:
             time.sleep(0.02)
+        if killed >= {"guard", "launcher"}:  # who would remove the workers' folder after both?
+            left = [each for each in left if "/photinus-" not in each]
         assert not left, f"after job {number} ({code}) there is {left}\n{job.printed()}"
         if code == 0:
             unfinished = [*(job.folder / "out").rglob(".tmp-*"), *(job.folder / "out").rglob("*.new")]
