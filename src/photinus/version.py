@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from .errors import OldTorchError
@@ -18,6 +19,7 @@ def is_too_old(version: str) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST
 
 
+@functools.cache  # each of our public names asks once
 def check_torch(version: str | None = None) -> None:
     """Raises OldTorchError where PyTorch is too old.
 
