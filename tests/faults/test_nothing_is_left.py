@@ -1,4 +1,7 @@
-"""After kills of any process of a job at any moment, nothing of the job is left when it has ended."""
+"""After kills of any process of a job at any moment, nothing of the job is left when it has ended.
+
+KILLS=200 SEED=2 pytest ... kills more often, and others.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = int(os.environ.get("KILLS", "200"))
+KILLS, SEED = int(os.environ.get("KILLS", "40")), int(os.environ.get("SEED", "39"))
 TRAINING = """
 import os, sys
 folder = sys.argv[1]
@@ -114,7 +117,7 @@ class Job:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_job_whose_processes_are_killed_at_any_moment_leaves_nothing(tmp_path: Path) -> None:
-    chance, kills, number = random.Random(int(os.environ.get("SEED", "39"))), Counter[str](), 0
+    chance, kills, number = random.Random(SEED), Counter[str](), 0
     while kills.total() < KILLS:
         job, killed = Job(tmp_path / str(number)), set[str]()
         number += 1
