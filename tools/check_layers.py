@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1480,
     "compat": 845,
     "job": 3387,
-    "parallel": 7191,
+    "parallel": 7206,
     "run": 4829,
     "runlog": 1754,
     "templates": 340,

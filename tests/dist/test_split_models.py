@@ -120,6 +120,9 @@ def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
         parameter = next(model.parameters())
         found["data"] = _error(lambda: setattr(parameter, "data", parameter.detach().clone()))
         found["written in forward"] = _error(lambda: model(inputs[rank]))
+        layer = photinus.wrap(nn.Linear(4, 4), strategy=strategy)
+        point = inputs[rank].requires_grad_()
+        found["penalty"] = _error(lambda: torch.autograd.grad(layer(point).sum(), point, create_graph=True))
         embedding = nn.Embedding(4, 4, max_norm=1.0)
         of_embedding = torch.optim.SGD(embedding.parameters(), lr=0.1)
         found["max_norm"] = _error(lambda: photinus.wrap(embedding, of_embedding, strategy=strategy))
@@ -157,6 +160,7 @@ def test_parameters_that_only_some_ranks_or_steps_use_are_trained_as_by_one_proc
         ("experts in a loop", "ValueError: .*the ranks used different blocks of a split model"),
         ("written in forward", "PhotinusError: this forward wrote into key.weight"),
         ("data", "TypeError: .*does not change a parameter"),
+        ("penalty", "PhotinusError: this backward has create_graph=True .* take strategy="),
         ("max_norm", "ValueError: .*max_norm, by which forward writes into its weight"),
         ("plain state", "no error"),
     ],

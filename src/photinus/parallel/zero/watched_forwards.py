@@ -1,4 +1,4 @@
-"""Forwards of split models: the order of their units, and writes into parameters, which would be lost."""
+"""Forwards of split models: the order of their units; writes into parameters, which would be lost; second gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import PhotinusError
+from ..exchange.tensors import tensors_in
 from .split_states import is_split
 
 _ORDER = "photinus_unit_order"
@@ -39,7 +40,7 @@ def refuse_renorm(model: nn.Module, strategy: str) -> None:
 
 
 def watch_forwards(model: nn.Module, units: Sequence[nn.Module], strategy: str) -> None:
-    """Notes the order in which forwards use the units, and refuses those that write into parameters.
+    """Notes the order in which forwards use the units, and refuses writes into parameters, and second gradients.
 
     Call it after `fully_shard`, whose hooks gather before these, and drop after them.
     """
@@ -49,6 +50,7 @@ def watch_forwards(model: nn.Module, units: Sequence[nn.Module], strategy: str) 
         versions: dict[str, tuple[int, int]] = {}
         unit.register_forward_pre_hook(_disable_dynamo(partial(_begin, model, number, own, versions)))
         unit.register_forward_hook(_disable_dynamo(partial(_end, own, versions, strategy)), prepend=True)
+    model.register_forward_hook(_disable_dynamo(partial(_refuse_graphs, strategy)))
     for parameter in model.parameters():
         _split_parameters[parameter] = strategy
     _refuse_set_data()
@@ -89,6 +91,19 @@ def _end(
             f"forward: what is written is lost. Do it between two steps, under torch.no_grad(), or take "
             f'strategy="ddp".'
         )
+
+
+def _refuse_graphs(strategy: str, _: nn.Module, __: Any, output: Any) -> None:
+    def refuse(_: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise PhotinusError(
+                f"this backward has create_graph=True (as a gradient penalty), and the gradient of a gradient needs "
+                f'parameters that strategy {strategy!r} has dropped by then: take strategy="ddp" or "zero1".'
+            )
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def _versions(own: Sequence[tuple[str, nn.Module, str]]) -> dict[str, tuple[int, int]]:
