@@ -169,4 +169,4 @@ def test_a_loop_of_ones_own_is_weighted_by_photinus_backward_and_warned_without(
         close = all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(three[0][0], alone, strict=True))
         assert close == weighted
         assert [len(told) for _, told in three] == [0 if weighted else 1, 0, 0]
-    assert "call photinus.backward(loss), or multiply by loader.weight" in three[0][1][0]
+    assert "call photinus.backward(loss, weight=loader.weight)" in three[0][1][0]

@@ -416,7 +416,7 @@ class Loader:
                 warnings.warn(
                     f"a batch of batch_size={self.batch_size} over {self.shares.world_size} ranks gives some of them "
                     f"more samples, and nothing weighted this rank's mean loss by {self._weight:.4g}, so that the "
-                    f"gradient was not the global batch's: call photinus.backward(loss), or multiply by loader.weight",
+                    f"gradient was not the global batch's: call photinus.backward(loss, weight=loader.weight)",
                     stacklevel=3,
                 )
 
