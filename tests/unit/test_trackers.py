@@ -76,6 +76,18 @@ def test_a_run_cut_off_and_gone_on_with_shows_each_step_once_in_tensorboard(tmp_
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
+def test_each_new_folder_of_tensorboard_has_the_options_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for step in (8, 16):  # of a run that goes on from another one's checkpoint
+        logger = photinus.TensorBoard()
+        logger.start({"out": str(tmp_path), "resumed_step": step})
+        logger.end("finished")
+    found: Any = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [each.step for each in found.Tensors("config/text_summary")] == [0]
+
+
 @pytest.mark.parametrize(
     ("logger", "module"),
     [
