@@ -28,14 +28,14 @@ class TensorBoard:
     _module = "torch.utils.tensorboard"
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open a file; in a new folder the options are text."""
+        """Open a file; the options are text at the first start, and in a new folder."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder, step = Path(config["out"], "tensorboard"), config["resumed_step"]
         is_new = not folder.exists()
         # The step that comes next is the first to drop; a fresh folder has none.
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
-        if is_new:
+        if is_new or step == 0:
             rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
             self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
 
