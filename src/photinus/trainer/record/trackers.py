@@ -32,10 +32,9 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         folder, step = Path(config["out"], "tensorboard"), config["resumed_step"]
-        is_new = not folder.exists()
-        # The step that comes next is the first to drop; a fresh folder has none.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
-        if is_new or step == 0:
+        is_first = step == 0 or not folder.exists()
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)  # the next one is the first to drop
+        if is_first:
             rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
             self._writer.add_text("config", f"| option | value |\n|---|---|\n{rows}", 0)
 
