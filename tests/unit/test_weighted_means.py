@@ -155,6 +155,25 @@ def test_losses_that_make_no_mean_together_are_refused():
         next(bodies)
 
 
+def test_the_gradients_of_another_models_loss_are_not_scaled():
+    critic = nn.Linear(FEATURES, 1)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    loop = make_loop(accumulate=2, state={"critic": critic, "critic_optimizer": critic_optimizer})
+    seen = []
+    for inputs, targets in loop:
+        seen.append((inputs, targets))
+        (critic(inputs).mean() * loop.weight).backward()
+        loop.backward(cross_entropy(loop.model(inputs), targets), weight=len(seen))
+        if loop.step_due:
+            break
+    (first, one), (second, two) = seen
+    torch.testing.assert_close(critic.weight.grad[0], torch.cat([first, second]).mean(0))
+    before = gradients(loop)
+    loop.model.zero_grad()
+    (cross_entropy(loop.model(first), one) / 3 + cross_entropy(loop.model(second), two) * 2 / 3).backward()
+    torch.testing.assert_close(before, gradients(loop))
+
+
 def test_evaluate_takes_sums_with_weights():
     model = nn.Linear(FEATURES, 3)
     inputs, targets = points(10).tensors

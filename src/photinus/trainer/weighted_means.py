@@ -16,14 +16,14 @@ wherever its backward meets it. What comes from other ranks below that (batch no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import PhotinusError
 from ..parallel.zero.split_states import own_part
@@ -51,11 +51,13 @@ class WeightedMeans:
     """The weighted losses of a loop.
 
     Args:
-        gradients: `gradients()` returns the gradients of all that the loop trains.
+        models: that the loop trains.
+        parameters: `parameters()` returns those of all that the loop trains, which have gradients.
     """
 
-    def __init__(self, session: Session, gradients: Callable[[], Iterable[Any]]) -> None:
-        self._session, self._gradients = session, gradients
+    def __init__(self, session: Session, models: Sequence[nn.Module], parameters: Callable[[], Iterable[Any]]) -> None:
+        self._session, self._models, self._parameters = session, models, parameters
+        self._before: list[tuple[nn.Module, list[Any]]] = []  # of several models the gradients, before a backward
         self._mean: Mean | None = None  # of which more parts may come
         self._batches, self._is_last = 1, True
         self._shares = 0.0  # of the parts of the running batch
@@ -107,6 +109,11 @@ class WeightedMeans:
         factor = own * (share / self._batches) * (total / mean.reference) if total else 0.0
         return own, factor, lambda: share * total * mean.shares / mean.total if mean.total else 0.0
 
+    def backward_began(self) -> None:
+        """A backward of a loss begins."""
+        is_one = len(self._models) == 1
+        self._before = [] if is_one else [(model, _gradients_of(model)) for model in self._models]
+
     def backward_ended(self) -> None:
         """Gradients of the last part are there. Makes those of a whole mean right."""
         mean = self._mean
@@ -114,8 +121,11 @@ class WeightedMeans:
             return
         if self._is_last:
             factor = mean.shares * mean.reference / mean.total if mean.total else 1.0
-            for gradient in self._gradients() if factor != 1.0 else ():
-                values_of(gradient).mul_(factor)
+            others = [model for model, before in self._before if _gradients_of(model) == before]  # of another loss
+            kept = {id(parameter) for model in others for parameter in model.parameters()}
+            for parameter in self._parameters() if factor != 1.0 else ():
+                if id(parameter) not in kept:
+                    values_of(parameter.grad).mul_(factor)
         if self._batches == 1:
             self._mean, self._shares = None, 0.0
 
@@ -126,6 +136,11 @@ class WeightedMeans:
                 f"the shares of a batch's weighted losses add up to {self._shares:.4g}, but 1 is needed. Give no share "
                 f"where the gradients of several batches add up: photinus.Loop(..., accumulate=4) knows it."
             )
+
+
+def _gradients_of(model: nn.Module) -> list[Any]:
+    """Something that a backward through this model changes."""
+    return [(id(each.grad), each.grad._version) for each in model.parameters() if each.grad is not None]
 
 
 def values_of(gradient: Tensor) -> Tensor:
