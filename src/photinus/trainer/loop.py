@@ -193,7 +193,7 @@ class Loop:
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas, self._update_averages), False
         self._told_of_sum = not session.is_main
-        self._means = WeightedMeans(session, models, partial(_trained_by, models, optimizers))
+        self._means = WeightedMeans(session, models, partial(_parameters_of, models, optimizers))
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
         if out is not None:
@@ -457,7 +457,7 @@ class Loop:
         self._clock.optimizing_began()
         norm = None if max_norm is None else self._strategy.clip(self._wrapped, max_norm, norm_type)
         if value is not None:
-            for parameter in _trained_by([self.model], [self._optimizer]):
+            for parameter in _parameters_of([self.model], [self._optimizer]):
                 values_of(parameter.grad).clamp_(-value, value)
         self._clock.optimizing_ended()
         return norm
@@ -738,7 +738,7 @@ class Loop:
         return "\n".join(filter(None, (how, self._folder.describe(), memory)))
 
 
-def _trained_by(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+def _parameters_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
     """All parameters that have gradients, each once."""
     stepped = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     found = {id(each): each for some in (*(model.parameters() for model in models), *stepped) for each in some}
