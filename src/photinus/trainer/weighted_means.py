@@ -122,9 +122,9 @@ class WeightedMeans:
         if self._is_last:
             factor = mean.shares * mean.reference / mean.total if mean.total else 1.0
             others = [model for model, before in self._before if _gradients_of(model) == before]  # of another loss
-            kept = {id(parameter) for model in others for parameter in model.parameters()}
+            unscaled = {id(parameter) for model in others for parameter in model.parameters()}
             for parameter in self._parameters() if factor != 1.0 else ():
-                if id(parameter) not in kept:
+                if id(parameter) not in unscaled:
                     values_of(parameter.grad).mul_(factor)
         if self._batches == 1:
             self._mean, self._shares = None, 0.0
