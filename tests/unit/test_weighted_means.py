@@ -174,6 +174,21 @@ def test_the_gradients_of_another_models_loss_are_not_scaled():
     torch.testing.assert_close(before, gradients(loop))
 
 
+def test_the_parts_of_a_mean_may_train_different_models():
+    second = nn.Linear(FEATURES, 3)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    loop = make_loop(state={"second": second, "optimizer": optimizer})
+    bodies = iter(loop)
+    inputs, targets = next(bodies)
+    for weight, model in ((1, loop.model), (3, second)):
+        loop.backward(cross_entropy(model(inputs), targets), weight=weight, share=1 / 2)
+    found = [model.weight.grad.clone() for model in (loop.model, second)]
+    for model in (loop.model, second):
+        model.zero_grad()
+    (cross_entropy(loop.model(inputs), targets) / 4 + cross_entropy(second(inputs), targets) * 3 / 4).backward()
+    torch.testing.assert_close(found, [model.weight.grad for model in (loop.model, second)])
+
+
 def test_evaluate_takes_sums_with_weights():
     model = nn.Linear(FEATURES, 3)
     inputs, targets = points(10).tensors

@@ -40,11 +40,13 @@ class Mean:
         shares: their sum.
         total: sum of share * n, over all ranks.
         reference: n over all ranks of the first part that has any.
+        others: of several models those that none of its backwards has changed.
     """
 
     shares: float = 0.0
     total: float = 0.0
     reference: float = 0.0
+    others: Sequence[nn.Module] = ()
 
 
 class WeightedMeans:
@@ -57,7 +59,7 @@ class WeightedMeans:
 
     def __init__(self, session: Session, models: Sequence[nn.Module], parameters: Callable[[], Iterable[Any]]) -> None:
         self._session, self._models, self._parameters = session, models, parameters
-        self._before: list[tuple[nn.Module, list[Any]]] = []  # of several models the gradients, before a backward
+        self._before: list[list[Any]] = []  # the gradients of the mean's other models, before a backward
         self._mean: Mean | None = None  # of which more parts may come
         self._batches, self._is_last = 1, True
         self._shares = 0.0  # of the parts of the running batch
@@ -100,7 +102,7 @@ class WeightedMeans:
             sums = torch.tensor([weight], dtype=torch.float64, device=self._session.exchange_device)
             dist.all_reduce(sums)
             total = float(sums)
-        self._mean = mean = self._mean or Mean()
+        self._mean = mean = self._mean or Mean(others=self._models if len(self._models) > 1 else ())
         self._shares += share
         mean.shares += share
         mean.total += share * total
@@ -111,18 +113,20 @@ class WeightedMeans:
 
     def backward_began(self) -> None:
         """A backward of a loss begins."""
-        is_one = len(self._models) == 1
-        self._before = [] if is_one else [(model, _gradients_of(model)) for model in self._models]
+        self._before = [_gradients_of(model) for model in self._mean.others] if self._mean is not None else []
 
     def backward_ended(self) -> None:
-        """Gradients of the last part are there. Makes those of a whole mean right."""
+        """Gradients of a part are there. Makes those of a whole mean right."""
         mean = self._mean
-        if mean is None or self._shares < _WHOLE:
+        if mean is None:
+            return
+        pairs = zip(mean.others, self._before, strict=True)
+        mean.others = [model for model, before in pairs if _gradients_of(model) == before]
+        if self._shares < _WHOLE:
             return
         if self._is_last:
             factor = mean.shares * mean.reference / mean.total if mean.total else 1.0
-            others = [model for model, before in self._before if _gradients_of(model) == before]  # of another loss
-            unscaled = {id(parameter) for model in others for parameter in model.parameters()}
+            unscaled = {id(parameter) for model in mean.others for parameter in model.parameters()}
             for parameter in self._parameters() if factor != 1.0 else ():
                 if id(parameter) not in unscaled:
                     values_of(parameter.grad).mul_(factor)
