@@ -258,7 +258,8 @@ class Saves:
             if set(others) != set(self._others):
                 raise CheckpointError(
                     f"{path} holds the states of {sorted(others) or 'no other objects'}, but the loop was given "
-                    f"state={sorted(self._others) or None}"
+                    f"state={sorted(self._others) or None}. Give the same, or begin another run with its weights: "
+                    f"photinus.load({str(path)!r}, model=model)"
                 )
             check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
             states = {_shown(name): item for name, item in others.items()}

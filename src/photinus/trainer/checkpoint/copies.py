@@ -168,7 +168,7 @@ class Copies:
         key = f"{path} {file}"
         if key not in self._opened:
             if _identity(os.stat(path)) != file:
-                raise FileNotFoundError(f"{path} is another file than the one of its rank")
+                raise ValueError(f"{path} is another file than the one of its rank")
             self._opened[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._opened[key]
 
