@@ -30,6 +30,11 @@ def note(order, copied):
         WRITER._process.kill()
 
 WRITER.write = FILE_WRITER.write = note
+if fault == "shared":  # hosts see one folder, but work in different ones
+    place = out if os.environ["GROUP_RANK"] == "0" else out + "/elsewhere"
+    os.makedirs(place, exist_ok=True)
+    os.chdir(place)
+    out = "."
 if fault == "apart":
     copies._leave_probe = lambda folder: "/nowhere/probe-0"
 with photinus.init("photinus", "cpu", seed=1):

@@ -88,6 +88,19 @@ def test_what_was_being_written_when_the_script_failed_is_resumed(tmp_path: Path
     assert [event.step for event in read_events(tmp_path) if event.kind == "checkpoint"] == [6, 7]
 
 
+def test_two_loops_that_take_turns_save_each_its_own(tmp_path: Path, world: Any, beside: None) -> None:
+    loops = [_loop(tmp_path / name, epochs=6, save=Saving(every_steps=1)) for name in "ab"]
+    for batches in zip(*loops, strict=False):
+        for loop, batch in zip(loops, batches, strict=True):
+            loop.backward(loop.model(batch.float().reshape(-1, 1)).square().mean())
+            loop._optimizer.step()
+            loop._optimizer.zero_grad()
+    for loop in loops:
+        newest = CheckpointFolder(loop._folder.checkpoints).newest()
+        assert newest is not None
+        assert newest.load()["optimizer"]["state"][0]["step"] == newest.step > 15
+
+
 def test_a_failed_write_is_raised_in_the_loop_and_older_checkpoints_stay(
     tmp_path: Path, world: Any, beside: None
 ) -> None:
@@ -145,6 +158,15 @@ def test_save_without_waiting_is_there_for_the_next_load(tmp_path: Path, world: 
     assert photinus.load(tmp_path / "x.pt")["weight"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_empty_bytes_and_sets_of_tensors_are_the_same_after_a_save_without_waiting(
+    tmp_path: Path, world: Any, beside: None
+) -> None:
+    photinus.save(tmp_path / "x.pt", wait=False, empty=b"", tensors={torch.tensor(1.0), torch.tensor(2.0)})
+    loaded = photinus.load(tmp_path / "x.pt")
+    assert loaded["empty"] == b""
+    assert {tensor.item() for tensor in loaded["tensors"]} == {1, 2}
+
+
 def test_what_went_wrong_is_raised_by_the_next_save_or_at_the_end(tmp_path: Path, beside: None) -> None:
     (tmp_path / "file").write_text("in the way")
     with photinus.init("gloo", "cpu"):
@@ -170,3 +192,18 @@ def test_a_script_that_ends_without_the_end_of_a_session_waits_for_its_file(tmp_
     assert done.returncode == (0 if folder == "here" else 1), done.stderr
     assert path.exists() == (folder == "here")
     assert ("x.pt could not be written" in done.stderr) == (folder == "file")
+
+
+def test_a_script_ends_while_a_child_that_it_forked_still_runs(tmp_path: Path) -> None:
+    text = f"""
+import os, photinus
+photinus.init(device="cpu")
+photinus.save({str(tmp_path / "x.pt")!r}, wait=False, step=1)
+reads, writes = os.pipe()
+if os.fork() == 0:
+    os.close(writes)
+    os.read(reads, 1)  # until its parent has ended
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", text], timeout=30, check=True)
+    assert photinus.load(tmp_path / "x.pt")["step"] == 1

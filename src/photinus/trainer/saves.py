@@ -106,6 +106,8 @@ class Saves:
             CheckpointError, OSError, ValueError: it could not be written; every rank raises.
         """
         step = position.step
+        with together("waiting for the checkpoint of another loop", is_long=True):
+            folder.settle()
         mine: dict[str, Any] = {
             "rng": rng.capture(),
             "bytes": bytes_held([self._model, self._optimizer, *self._others.values()]),

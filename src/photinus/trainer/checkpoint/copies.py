@@ -7,7 +7,6 @@ long as the copy. The first rank of a host opens the files of all, so that they 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ class Copied:
         files: descriptors of the images of this host's ranks, by local rank; empty where this rank leads no writing.
         is_parted: all of the ranks' own entries can be written in parts (see parts.py).
         host, hosts: this one's number, and how many write.
-        token: ends the name of the unfinished checkpoint, for the hosts to find it.
+        folder, token: the place of the unfinished checkpoint, and the end of its name, for the hosts to find it.
         skeletons: by rank, of all hosts, where there are several.
     """
 
@@ -45,6 +44,7 @@ class Copied:
     is_parted: bool = False
     host: int = 0
     hosts: int = 1
+    folder: str = ""
     token: str = ""
     skeletons: dict[int, bytes] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ class Copies:
                 copy.make(file)
                 if rank == hosts[own][0]:
                     files = tuple(self._open(everyone[each]["path"], everyone[each]["file"]) for each in hosts[own])
-                    if len(writing) > 1 and not Path(probe).exists():
+                    if len(writing) > 1 and not os.path.isfile(probe):
                         why_not = "not one folder"
             except (OSError, RuntimeError, ValueError) as error:
                 why_not = str(error) or type(error).__name__
@@ -132,7 +132,8 @@ class Copies:
             return None
         self.host_bytes = sum(everyone[each]["bytes"] for each in hosts[own])
         skeletons = {each: answers[each]["skeleton"] for each in range(world_size)} if len(writing) > 1 else {}
-        return Copied(files, is_parted, own, len(writing), probe.rpartition("-")[2], skeletons)
+        place = os.path.dirname(probe), probe.rpartition("-")[2]
+        return Copied(files, is_parted, own, len(writing), *place, skeletons)
 
     def _hosts_of_group(self) -> list[list[int]]:
         """The ranks of each host, of this process group; ranks of a host can open each other's files, as a rule."""
@@ -183,7 +184,7 @@ def _path_of(file: MemoryFile) -> str:
 
 def _leave_probe(folder: Path) -> str:
     """Leaves a file for ranks of other hosts to see; its path ends with a token. "" where that is not possible."""
-    probe = temporary(folder / f"probe-{secrets.token_hex(4)}")
+    probe = temporary(folder / "probe")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import is_split, part_of
 from .durable import BlockDigest
 from .states import PlainState
@@ -156,7 +157,7 @@ class Copy:
         buffer = io.BytesIO()
         torch.save({"common": common if first else None, "own": own}, buffer)
         self.skeleton = buffer.getvalue()
-        self.can_be_parted = skeleton.can_be_parted
+        self.can_be_parted = skeleton.can_be_parted and cut.can_be_parted
         self._data_at = align(HEAD_BYTES + len(self.skeleton))
         start, end = cut_range(cut.bytes, head.local_rank, head.local_size)
         pieces = []
@@ -284,6 +285,12 @@ class _Skeleton(PlainState):
         """The skeleton of the content; in the cut area, tensors that are not equal on all ranks go to `rest`."""
         self._rest = rest
         return {entry: self._plain(value, f"{name}{entry}") for entry, value in content.items()}
+
+    def _plain(self, value: Any, where: str) -> Any:
+        if type(value) is set and tensors_in(value):  # in another order when it is read
+            self.can_be_parted = False
+            return PlainState(value, where).value
+        return super()._plain(value, where)
 
     def _key(self, key: Any, where: str) -> Any:
         return key if type(key) in (str, int) else super()._key(key, where)

@@ -111,7 +111,7 @@ class Parts:
             token: ends the name of the unfinished checkpoint.
 
         Raises:
-            OSError, CheckpointError: its parts could not be written, or the first host says nothing.
+            CheckpointError: the first host says nothing. Other errors: its parts could not be written.
         """
         began_s = time.monotonic()
         while not (found := [*folder.glob(f"*-{token}/{_LAID_OUT}")]):
@@ -122,7 +122,7 @@ class Parts:
         try:
             self._fill(unfinished, unfinished / f"at-{self._host}")
             _tell(unfinished / f"host-{self._host}", "")
-        except OSError as error:
+        except Exception as error:
             tell_failure(folder, token, self._host, str(error))
             raise
 

@@ -113,11 +113,8 @@ def finish_writing() -> None:
 @functools.cache
 def _finish_at_exit() -> None:
     """For scripts that end without the end of a session: an error makes the exit code 1, as elsewhere."""
-    owner = os.getpid()
 
     def finish() -> None:
-        if os.getpid() != owner:
-            return
         try:
             finish_writing()
         except Exception as error:  # noqa: BLE001 - Python would print it, and exit with code 0

@@ -36,7 +36,7 @@ _LIKE_ITS_PARAMETER = re.compile(  # in the states of torch's optimizers
 )
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _LONGEST_INT_BITS = 255 * 8 - 1  # of a pickle's short form, the only one that torch.load(weights_only=True) takes
-_AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

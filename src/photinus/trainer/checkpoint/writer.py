@@ -139,12 +139,20 @@ class Writer:
         if self._order is not None and self._copied.host:
             from .parts import tell_failure
 
-            tell_failure(Path(self._order.path), self._copied.token, self._copied.host, error)
+            tell_failure(Path(self._copied.folder), self._copied.token, self._copied.host, error)
         return {"kind": "CheckpointError", "error": error}
 
     def close(self) -> None:
         """Lets it finish what it writes, and ends it."""
         self._end()
+        self.copies.close()
+
+    def forget(self) -> None:
+        """Closes, in a child that was forked, what is the parent's: else the process does not see the parent's end."""
+        if self._process is not None:
+            self._process.returncode = 0  # no child of this process
+            self._socket.close()
+        self._process, self._order, self._answer = None, None, None
         self.copies.close()
 
     def _end(self) -> None:
@@ -169,3 +177,5 @@ class Writer:
 WRITER, FILE_WRITER = Writer(), Writer()
 """This process's: for the checkpoints of loops, and for `photinus.save`."""
 atexit.register(WRITER.close)
+os.register_at_fork(after_in_child=WRITER.forget)
+os.register_at_fork(after_in_child=FILE_WRITER.forget)

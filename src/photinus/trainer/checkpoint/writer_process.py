@@ -46,7 +46,7 @@ def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Call
         one_file = IN_PARTS if order.step is None else None
         parts = Parts(files, skeletons, request["host"], request["hosts"], is_wanted, one_file)
         if request["host"]:
-            parts.join_in(path.parent if one_file else path, token)
+            parts.join_in(Path(request["folder"]), token)
             return ""
         content = {} if one_file else Reader(files).join([files[0].common])
     else:

@@ -286,7 +286,7 @@ class RunFolder:
 
     def collect(self) -> Path | None:
         """Waits for the checkpoint that is being written; returns the newest one's path. Raises as `save` does."""
-        if RunFolder._writing is self:
+        if RunFolder._writing is self and WRITER.is_busy:  # not in a child that was forked
             RunFolder._writing = None
             path, seconds = WRITER.collect()
             if path:
