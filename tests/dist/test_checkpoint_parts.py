@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import photinus
+from photinus.trainer.checkpoint import copies
 from photinus.trainer.checkpoint.folder import CheckpointFolder
 from tests.dist.test_run_hosts import ended, free_port, launch
+from tests.ranks import run_ranks
 
 TRAINING = """
 import os, sys
@@ -127,6 +129,37 @@ def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy:
         with zipfile.ZipFile(path) as archive:
             assert (archive.testzip(), len(archive.comment)) == (None, 40)
     assert not [*tmp_path.glob(".tmp*")]
+
+
+def save_a_model_that_its_user_split(rank: int, world_size: int, folder: str, rows: int) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    copies.LEAST_BYTES = 0
+    mesh = init_device_mesh("cpu", (rows, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(torch.nn.Linear(3, 6), mesh["tensor"], ColwiseParallel())
+    if rows > 1:
+        fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    photinus.save(f"{folder}/x.pt", model=model, optimizer=optimizer)
+    return [model.weight.full_tensor().tolist(), optimizer.state[model.weight]["exp_avg"].full_tensor().tolist()]
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_that_its_user_split_is_saved_whole(tmp_path: Path, rows: int) -> None:
+    results = run_ranks(
+        f"{__name__}:save_a_model_that_its_user_split",
+        world_size=2 * rows,
+        backend="gloo",
+        timeout_s=120,
+        arguments={"folder": str(tmp_path), "rows": rows},
+    )
+    saved = torch.load(tmp_path / "x.pt", weights_only=True)
+    whole = [saved["model"]["weight"].tolist(), saved["optimizer"]["state"][0]["exp_avg"].tolist()]
+    assert [each.value for each in results] == [whole] * 2 * rows
 
 
 def test_a_host_that_cannot_write_its_parts_fails_the_save_on_all(tmp_path: Path) -> None:

@@ -168,6 +168,11 @@ def copy_state(state: Any, device: torch.device | None = None) -> Any:
     return map_state(state, copy_of, copy.deepcopy)
 
 
+def is_known_split(tensor: Any) -> bool:
+    """Return whether `part_of` knows how a tensor is split."""
+    return not is_split(tensor) or {type(each).__name__ for each in tensor.placements} <= {"Shard", "Replicate"}
+
+
 def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:
     """This rank's part of a whole tensor, as a view, split as the DTensor `like` is. Exchanges nothing.
 

@@ -19,6 +19,8 @@ from ... import env
 from ...job.cgroup import free_memory
 from ...job.world import World
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
+from ...parallel.exchange.tensors import tensors_in
+from ...parallel.zero.split_states import is_known_split
 from .durable import temporary
 from .image import Content, Copy, Head, MemoryFile
 
@@ -84,7 +86,8 @@ class Copies:
             folder: to write in: hosts that see one can all write there.
 
         Returns:
-            None where there is no room, or ranks do not see what they need of each other: then it has to be gathered.
+            None where there is no room, or ranks do not see what they need of each other, or tensors
+            are split as only torch knows: then it has to be gathered.
 
         Raises:
             TypeError, ValueError: something in it cannot be saved.
@@ -93,6 +96,8 @@ class Copies:
         own = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         with together(f"copying what to save in {folder}"):
             content = image()
+            if not all(map(is_known_split, tensors_in(content.own))):  # only torch can gather it
+                return None
             head = Head("", step, rank, world_size, hosts[own].index(rank), len(hosts[own]))
             copy, file = Copy(head, content), self._own_file()
         is_split = bool(content.own)

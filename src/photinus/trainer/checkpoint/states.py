@@ -84,10 +84,10 @@ def local_states(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             part = inside(value) if isinstance(value, nn.Module) else value
             strategy = strategy_of(part)
-            (split if strategy.splits(part) else whole)[name] = strategy.local_state(part)
+            state, splits = strategy.local_state(part), strategy.splits(part)
         else:
-            state = value.state_dict() if _has_state(value) else value
-            (split if any(map(is_split, tensors_in(state))) else whole)[name] = state
+            state, splits = value.state_dict() if _has_state(value) else value, False
+        (split if splits or any(map(is_split, tensors_in(state))) else whole)[name] = state  # users split models, too
     return whole, split
 
 
