@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import photinus
+from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint import copies
+from photinus.trainer.checkpoint.durable import failure_of_first
 from photinus.trainer.checkpoint.folder import CheckpointFolder
+from photinus.trainer.checkpoint.parts import Parts
 from tests.dist.test_run_hosts import ended, free_port, launch
 from tests.ranks import run_ranks
 
@@ -171,3 +174,9 @@ def test_a_host_that_cannot_write_its_parts_fails_the_save_on_all(tmp_path: Path
     newest = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert newest is not None
     assert newest.step == 4
+
+
+def test_other_hosts_do_not_wait_for_a_first_host_that_failed(tmp_path: Path) -> None:
+    (tmp_path / failure_of_first("0a1b")).touch()
+    with pytest.raises(CheckpointError, match="the first host could not write into .*: its error says why"):
+        Parts([], {0: ({}, {})}, host=1, hosts=2).join_in(tmp_path, "0a1b")

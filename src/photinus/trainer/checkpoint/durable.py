@@ -110,6 +110,11 @@ def temporary(path: Path, token: str = "") -> Path:
     return path.with_name(f"{_TEMPORARY}{path.name}-{token or secrets.token_hex(4)}")
 
 
+def failure_of_first(token: str) -> str:
+    """Return the name of a file by which the first host lets all others know that it could not write."""
+    return f"{_TEMPORARY}failed-{token}"
+
+
 @contextmanager
 def replacing(path: Path, token: str = "") -> Iterator[Path]:
     """A block that writes a file or folder durably, under another name: it then takes the place of `path`, or goes."""

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError
 from ...parallel.exchange.tensors import tensors_in
-from .durable import MOST_THREADS, sync_folder
+from .durable import MOST_THREADS, failure_of_first, sync_folder
 from .image import PLAIN_ITEMS
 from .image_reader import File, Reader
 from .manifest import file_name
@@ -115,6 +115,8 @@ class Parts:
         """
         began_s = time.monotonic()
         while not (found := [*folder.glob(f"*-{token}/{_LAID_OUT}")]):
+            if (folder / failure_of_first(token)).exists():
+                raise CheckpointError(f"the first host could not write into {folder}: its error says why")
             if time.monotonic() - began_s > _SILENT_S:
                 raise CheckpointError(f"the first host laid out no checkpoint in {folder} for {_SILENT_S:.0f} s")
             time.sleep(_LOOK_EVERY_S)

@@ -8,6 +8,7 @@ it writes, unless it is asked to end, and ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .durable import failure_of_first
 from .folder import CheckpointFolder
 from .image_reader import Reader, load, open_files, read_skeleton
 from .statefile import IN_PARTS, write_state_file
@@ -51,12 +53,18 @@ def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Call
         content = {} if one_file else Reader(files).join([files[0].common])
     else:
         content = load(images)
-    if order.step is None:
-        write_state_file(path, content, parts, token)
-        return order.path
-    folder = CheckpointFolder(order.path, keep_last=order.keep_last, best=order.best)
-    facts: dict[str, Any] = {"description": order.description, "metric": order.metric}
-    return str(folder.save(order.step, content, **facts, parts=parts, token=token))
+    try:
+        if order.step is None:
+            write_state_file(path, content, parts, token)
+            return order.path
+        folder = CheckpointFolder(order.path, keep_last=order.keep_last, best=order.best)
+        facts: dict[str, Any] = {"description": order.description, "metric": order.metric}
+        return str(folder.save(order.step, content, **facts, parts=parts, token=token))
+    except Exception:
+        if request["hosts"] > 1:
+            with contextlib.suppress(OSError):
+                Path(request["folder"], failure_of_first(token)).touch()
+        raise
 
 
 def _serve(parent: int) -> None:
