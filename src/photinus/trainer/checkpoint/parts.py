@@ -116,7 +116,7 @@ class Parts:
         began_s = time.monotonic()
         while not (found := [*folder.glob(f"*-{token}/{_LAID_OUT}")]):
             if (folder / failure_of_first(token)).exists():
-                raise CheckpointError(f"the first host could not write into {folder}: its error says why")
+                raise CheckpointError(f"the first host could not write into {folder}; see its error")
             if time.monotonic() - began_s > _SILENT_S:
                 raise CheckpointError(f"the first host laid out no checkpoint in {folder} for {_SILENT_S:.0f} s")
             time.sleep(_LOOK_EVERY_S)
