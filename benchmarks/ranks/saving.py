@@ -76,9 +76,9 @@ _STEPS_OF_SAVE = 25
 
 def measure_loop(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, saves: int, width: int) -> None:
     """Prints what `main` prints, for a photinus.Loop that saves every few steps; the first save starts the writer."""
-    data = torch.utils.data.TensorDataset(torch.randn(64, width))
     save = photinus.Saving(every_steps=_STEPS_OF_SAVE, keep_last=1, snapshot_every=0)
     report, steps = photinus.Reporting(progress=False, curves=False), _STEPS_OF_SAVE * (saves + 2)
+    data = torch.utils.data.TensorDataset(torch.randn(8 * steps, width))  # one epoch, which ends with a save, too
     loop = photinus.Loop(model, optimizer, data, batch_size=8, steps=steps, out=folder, save=save, report=report)
     times: list[tuple[int, bool, float]] = []
     began_s = 0.0
@@ -89,10 +89,10 @@ def measure_loop(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str
         loop.backward(model(inputs).square().mean())
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    times = [each for each in times if each[0] > _STEPS_OF_SAVE + 1]
-    blocks = [each for each in times if (each[0] - 1) % _STEPS_OF_SAVE == 0]
-    alone = [seconds for step, busy, seconds in times if not busy and (step - 1) % _STEPS_OF_SAVE]
-    beside = [seconds for step, busy, seconds in times if busy and (step - 1) % _STEPS_OF_SAVE]
+    times = [each for each in times if each[0] > _STEPS_OF_SAVE]
+    blocks = [each for each in times if each[0] % _STEPS_OF_SAVE == 0]
+    alone = [seconds for step, busy, seconds in times if not busy and step % _STEPS_OF_SAVE]
+    beside = [seconds for step, busy, seconds in times if busy and step % _STEPS_OF_SAVE]
     blocked = [seconds - statistics.median(alone) for _, _, seconds in blocks]
     if dist.get_rank() == 0:
         print(json.dumps({"alone": alone, "beside": beside, "blocked": blocked}), flush=True)
