@@ -36,7 +36,7 @@ class Saving:
             lowest) stays too. Each row gets a checkpoint then (where gradients add up, after the next step).
         snapshot_every: keep a snapshot in the memory of each host every N steps, from which `photinus run` restarts
             after a failure of workers. 1 loses at most one finished step. It takes the memory of two copies of what
-            the ranks of a host train. 0: none. Default: as often as costs at most 1 % of the time.
+            the ranks of a host train. 0: none. Default: as often as should cost 1 % of the time.
 
     Raises:
         TypeError, ValueError: a number is not whole, or below 1; `best` is not a name.
