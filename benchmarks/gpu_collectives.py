@@ -98,7 +98,7 @@ def measure(pool: RankPool, case: Case) -> dict[str, dict[str, float]]:
 
 
 def ceiling_of(case: Case, figures: dict[str, dict[str, float]]) -> tuple[float, str]:
-    """What the copies, or host memory, allow, and which binds (docs/how-to/gpus.md has the count of bytes)."""
+    """Return the rate that copies or host memory allow, and which of them binds (see docs/how-to/gpus.md)."""
     memory = 2 * case.ranks * case.size_bytes / figures[HOST_COPY]["s"]
     link = case.size_bytes / figures[COPIES]["s"]
     return min((link, "PCIe"), (memory / (3 * case.ranks + 1), "host memory"))

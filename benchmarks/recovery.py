@@ -47,7 +47,7 @@ COMMANDS = {
 
 
 def noted(folder: Path, name: str, attempt: int) -> list[str]:
-    """What each rank has written so far into its file of this name."""
+    """Return what each rank has written so far into its file of this name."""
     return [path.read_text() for path in sorted(folder.glob(f"{name}.{attempt}.*"))]
 
 

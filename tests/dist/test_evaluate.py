@@ -138,17 +138,17 @@ def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
     for rank, found in enumerate(results):
         assert found["measured"] == alone
         assert found["own"] == [float(rank)] * (rank + 1)
-        for strategy, told in found["failed"].items():
+        for strategy, errors in found["failed"].items():
             who = "" if rank == 1 else "PhotinusError: evaluate failed on rank 1 "
-            assert re.match(f"{who}.*ZeroDivisionError: in the metric", told["metric"])
-            assert re.match(f"{'' if rank == 1 else 'TypeError: evaluate failed on rank 1 '}.*NoneType", told["data"])
-            assert ("ZeroDivisionError: in update" if rank == 0 else "evaluate failed on rank 0") in told["update"]
+            assert re.match(f"{who}.*ZeroDivisionError: in the metric", errors["metric"])
+            assert re.match(f"{'' if rank == 1 else 'TypeError: evaluate failed on rank 1 '}.*NoneType", errors["data"])
+            assert ("ZeroDivisionError: in update" if rank == 0 else "evaluate failed on rank 0") in errors["update"]
             different = "ValueError: the ranks were given different things to evaluate: "
-            assert told["length"].startswith(f"{different}samples=40 on rank 0, 41 on rank 1")
-            assert told["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")
-            assert told["names"].startswith(f"{different}metrics=['by rank 0', 'right'] on rank 0, ['by rank 1', ")
-            assert "a dataset needs __len__ and __getitem__; NoneType has no" in told["kind"]
-            assert told["after"] == results[0]["failed"][strategy]["after"]
+            assert errors["length"].startswith(f"{different}samples=40 on rank 0, 41 on rank 1")
+            assert errors["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")
+            assert errors["names"].startswith(f"{different}metrics=['by rank 0', 'right'] on rank 0, ['by rank 1', ")
+            assert "a dataset needs __len__ and __getitem__; NoneType has no" in errors["kind"]
+            assert errors["after"] == results[0]["failed"][strategy]["after"]
     # All evaluate the model that rank 0 would save.
     own, of_all, by_rank = zip(*(found["statistics"] for found in results), strict=True)
     assert len(set(own)) == 3

@@ -311,7 +311,7 @@ while not (folder / "go").exists(): time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_the_death_of_the_process_costs_no_worker_and_is_told_when_one_is_missed(
+def test_the_death_of_the_process_costs_no_worker_and_is_named_when_one_is_missed(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     job = RunningJob(["-n", "2", "--cpu", script(tmp_path, WAIT), tmp_path])

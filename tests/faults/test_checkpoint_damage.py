@@ -184,7 +184,7 @@ def make_read_only(disk: Path) -> None:
         pytest.skip(f"cannot make it read-only: {os.strerror(ctypes.get_errno())}")
 
 
-def test_a_folder_that_cannot_be_written_is_told(small_disk: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(small_disk: Path) -> None:
     folder = CheckpointFolder(small_disk / "run")
     folder.save(1, state(1), description={})
     make_read_only(small_disk)

@@ -158,7 +158,7 @@ def test_an_empty_folder_or_repository_is_filled_where_one_stands(
     assert (tmp_path / "README.md").read_text().startswith(f"# {tmp_path.name}\n")
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(
+def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

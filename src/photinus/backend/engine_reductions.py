@@ -291,7 +291,7 @@ def _sparse_all_reduce(group: EngineGroup, tensor: Tensor, options: Any) -> dist
             # Entries lie in the order of the ranks, and equal indices are added in it: the same bits everywhere.
             total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=False).coalesce()
             tensor.copy_(total)
-        if memory.device is not None:  # made here, on another stream than that of whoever waits
+        if memory.device is not None:  # made here, on another stream than the caller waits on
             memory.add(tensor._indices(), tensor._values())
 
     memory.finally_ = finish

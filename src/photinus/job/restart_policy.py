@@ -25,7 +25,7 @@ class Report:
     Attributes:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
-        steps: the most that one of the workers told of (see status.py); `saved`: to go on from, what all hosts have.
+        steps: the most that a worker has reported (see status.py); `saved`: the newest that all hosts can resume from.
         run: the run that the steps are counted in; empty where each process counts its own from 0.
         oom: kills for want of memory during the attempt, in words.
     """

@@ -27,7 +27,7 @@ from .image import Content, Copy, Head, MemoryFile
 LEAST_BYTES = 64 << 20
 """Below, writing at once costs less than the process."""
 _MOST_OF_MEMORY = 0.8  # of what is free
-_MOST_RANKS = 250  # that write together: so many descriptors go to another process at a time
+_MOST_RANKS = 250  # that write together: one message to another process carries no more descriptors
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class PlainState:
         if kind is int and value.bit_length() > _LONGEST_INT_BITS:
             raise TypeError(f"{where} is a number of {value.bit_length()} bits, which could be saved and not be loaded")
         if kind is bytes and not value:
-            return bytearray()  # the same to whoever reads it; torch.load(weights_only=True) does not take empty bytes
+            return bytearray()  # equal to b"", which torch.load(weights_only=True) refuses
         if kind in _AS_THEY_ARE:
             self.needed_bytes += 4 * len(value) if isinstance(value, (str, bytes)) else 0
             return value
