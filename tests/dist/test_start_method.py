@@ -299,6 +299,28 @@ if os.environ["PHOTINUS_ATTEMPT"] == "0":
     assert ended.out == "0 old\n1 newer\n"
 
 
+@pytest.mark.slow
+def test_modules_imported_while_workers_run_take_the_place_of_no_file_after_a_restart(tmp_path: Path) -> None:
+    # The idle process imports photinus.trainer and torch._dynamo, and with them Python's own modules.
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "statistics.py").write_text("mine = 1")
+    (tmp_path / "lib" / "cProfile.py").write_text("mine = 1")
+    text = """
+import os, signal, sys, time, torch
+if os.environ["PHOTINUS_ATTEMPT"] == "0":
+    time.sleep(12)
+sys.path.insert(0, "lib")
+import statistics, cProfile, shlex
+print(statistics.mine, cProfile.mine, shlex.quote("a b"), flush=True)
+import torch._dynamo
+if os.environ["PHOTINUS_ATTEMPT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = run_job("-n", "1", "--cpu", "--start-method", "fork", script(tmp_path, text), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert ended.out == "1 1 'a b'\n" * 2
+
+
 WAIT = """
 import os, sys, time, torch
 from pathlib import Path

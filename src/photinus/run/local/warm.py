@@ -6,9 +6,10 @@ It runs in a Python with a worker's options and environment. An order holds a wo
 The process forks a child that forks the worker and exits, so the launcher, a subreaper, adopts the worker and waits
 for it as for one that it started itself. The worker returns from `serve` into worker.py, as if it had just started.
 
-What was imported, other than the standard library, is hidden from the worker until the script imports it (see
-_Hidden). A process with threads, or with a GPU open, cannot be forked, and a debugger's or coverage tool's hooks are
-for one process: then this one says why and ends, and the launcher starts workers the other way.
+What was imported is hidden from the worker until the script imports it (see _Hidden); but not what torch brought of
+the standard library, as long as no file beside the script has such a name. A process with threads, or with a GPU open,
+cannot be forked, and a debugger's or coverage tool's hooks are for one process: then this one says why and ends, and
+the launcher starts workers the other way.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def serve(mark: str, modules: set[str]) -> None:
     later, began = [name for name in _NEXT if name not in names], False
     while not reason:
         if began and later and not select.select([control], [], [], _IDLE_S)[0]:
+            before = set(sys.modules)
             _import([later.pop(0)])
+            fresh.hide(sys.modules.keys() - before)
             reason = _why_not("torch")
             continue
         try:
@@ -154,6 +157,10 @@ def _hides(names: Iterable[str]) -> str:
     return ""
 
 
+def _is_standard(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
 def _spec(module: ModuleType) -> importlib.machinery.ModuleSpec | None:
     return getattr(module, "__spec__", None)
 
@@ -167,6 +174,11 @@ class _Fresh:
             self._shown_at = [int(number) for number in stat.read().rpartition(")")[2].split()[45:49]]
         self._show(["photinus-warm"], "photinus-warm")
         self._modules, self._path, self._filters = modules, list(sys.path), len(warnings.filters)
+        self._later = set[str]()
+
+    def hide(self, names: Iterable[str]) -> None:
+        """Hide modules, also of the standard library, that workers of earlier attempts did not have."""
+        self._later.update(names)
 
     def new(self) -> list[str]:
         """Return the modules that the imports have brought, in their order, which is that of their end, too."""
@@ -212,7 +224,7 @@ class _Fresh:
         sys.orig_argv[:] = [*order["python"], *sys.argv]
         self._show(sys.orig_argv, self._comm)
         importlib.invalidate_caches()
-        hidden = [name for name in self.new() if name.partition(".")[0] not in sys.stdlib_module_names]
+        hidden = [name for name in self.new() if name in self._later or not _is_standard(name)]
         filters: Any = warnings.filters
         added = filters[: len(filters) - self._filters]
         _set_filters(filters[len(added) :])
@@ -257,7 +269,7 @@ class _Hidden:
     """Finds what is in memory: torch and what needs it, once any of that is imported, and the rest once any is.
 
     Until then the worker is one without torch: a folder put into sys.path may hold another numpy, variables that torch
-    reads may be set, and a hook may wait for its import.
+    reads may be set, and a hook may wait for its import. Modules of the standard library are found one by one.
     """
 
     def __init__(self, modules: dict[str, ModuleType], filters: list[Any]) -> None:
@@ -277,8 +289,12 @@ class _Hidden:
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the modules into sys.modules."""
+        if _is_standard(module.__name__):
+            sys.modules[module.__name__] = self._modules[module.__name__]
+            return
         all_of_it = f"{module.__name__}.".startswith(_WITH_TORCH)
-        names = [name for name in self._modules if all_of_it or not f"{name}.".startswith(_WITH_TORCH)]
+        names = [name for name in self._modules if not _is_standard(name)]
+        names = [name for name in names if all_of_it or not f"{name}.".startswith(_WITH_TORCH)]
         tops = {module.__name__.partition(".")[0]}
         for top in {name.partition(".")[0] for name in names} - tops:
             ours = self._modules.get(top)
