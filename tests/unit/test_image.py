@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint import image_reader
+from photinus.trainer.checkpoint import image, image_reader
 from photinus.trainer.checkpoint.image import HEAD_BYTES, Content, Copy, Head, MemoryFile
 
 
@@ -29,9 +30,10 @@ class Host:
         copies = []
         for rank, content in enumerate(contents):
             copies.append(Copy(Head("run", step, rank, len(contents), rank, len(contents)), content))
-            copies[-1].begin(self.files[rank])
+            copies[-1].take(self.files[rank])
+            copies[-1].seal_beside()
         for copy in copies:
-            assert copy.wait()
+            copy.wait()
         for path in self.paths:
             image_reader.verify(path)
         return copies
@@ -93,7 +95,7 @@ def test_state_comes_back_as_it_was_and_each_byte_is_copied_once(host):
     model, optimizer = trained()
     equal = addresses(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "position": {"step": 7, "x": (1, None)}}
-    copies = host.write([Content(state, {"rng": {rank: torch.arange(rank)}}, equal, equal) for rank in range(3)])
+    copies = host.write([Content(state, {"rng": {rank: torch.arange(rank)}}, equal) for rank in range(3)])
     found = image_reader.load(host.paths)
     rng = found.pop("rng")
     assert_equal(found, state)
@@ -123,7 +125,7 @@ def test_tensors_of_odd_layouts_types_and_sizes_come_back(host):
     }
     everything = frozenset(each.data_ptr() for each in state["x"].values() if not each.is_sparse)
     for equal in (frozenset(), everything):
-        host.write([Content(state, {}, equal, equal)] * 3)
+        host.write([Content(state, {}, equal)] * 3)
         found = image_reader.load(host.paths)["x"]
         for name, tensor in state["x"].items():
             assert torch.equal(found[name].to_dense(), tensor.to_dense()), name
@@ -157,35 +159,66 @@ def test_a_rank_gets_back_what_it_had_of_its_own(host):
     assert [int(image_reader.load(host.paths, rank)["model"]["buffer"]) for rank in (None, 0, 1, 2)] == [0, 0, 1, 2]
 
 
-def test_what_changes_while_it_is_copied_makes_the_image_not_count(host):
-    tensor = torch.zeros(1 << 20)
-    content = Content({"x": tensor}, {}, steady={tensor.data_ptr()})
-    copy = Copy(Head("run", 1, 0, 1, 0, 1), content)
-    versions_are_taken, begin = copy.begin, copy._run
-    copy._run = lambda: (tensor.add_(1), begin())  # the first thing that the thread sees
-    versions_are_taken(host.files[0])
-    assert not copy.wait()
-    assert copy.changed == {tensor.data_ptr()}
-    assert image_reader.read_head(host.paths[0]) is None
+@pytest.mark.parametrize("size", [1 << 10, 5 << 20])
+def test_what_changes_after_it_was_taken_does_not_matter(host, size):
+    tensor = torch.zeros(size)
+    for cores in (1, 4):
+        copy = Copy(Head("run", 1, 0, 1, 0, 1), Content({"x": tensor.zero_()}, {}))
+        copy._threads = cores
+        copy.take(host.files[0])
+        assert image_reader.read_head(host.paths[0]) is None
+        tensor.add_(1)
+        copy.seal_beside()
+        copy.wait()
+        image_reader.verify(host.paths[0])
+        assert not image_reader.load(host.paths[:1])["x"].any()
 
 
-def test_what_changes_after_the_copy_does_not_matter(host):
-    tensor = torch.zeros(1 << 20)
-    copy = Copy(Head("run", 1, 0, 1, 0, 1), Content({"x": tensor}, {}, steady={tensor.data_ptr()}))
-    copy.begin(host.files[0])
-    copy.wait_copied()
-    tensor.add_(1)
-    assert copy.wait()
-    assert not image_reader.load(host.paths[:1])["x"].any()
+class FakeStream:
+    """A CUDA stream that has done what was queued; its events are numbers."""
+
+    waited_for: ClassVar[list[int]] = []
+    recorded: ClassVar[list[int]] = []
+
+    def __init__(self, device: object = None) -> None:
+        self.recorded.clear()
+        self.waited_for.clear()
+
+    def record_event(self) -> int:
+        self.recorded.append(len(self.recorded))
+        return self.recorded[-1]
+
+    def wait_event(self, event: int) -> None:
+        self.waited_for.append(event)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
-def test_what_is_not_steady_is_copied_before_begin_returns(host):
-    tensor = torch.zeros(1 << 20)
-    copy = Copy(Head("run", 1, 0, 1, 0, 1), Content({"x": tensor}, {}))
-    copy.begin(host.files[0])
-    tensor.add_(1)
-    assert copy.wait()
-    assert not image_reader.load(host.paths[:1])["x"].any()
+def test_what_comes_from_a_gpu_is_staged_in_blocks_that_are_used_again(monkeypatch):
+    monkeypatch.setattr(image, "_BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(image, "_MOST_STAGED", 3)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    sources = [torch.randn(70, 60).to(torch.float16), torch.randn(3, 400).t(), torch.arange(5)]
+    pieces, at = [], HEAD_BYTES
+    for tensor in sources:
+        pieces.append((at, tensor, 0, tensor.nbytes))
+        at += tensor.nbytes
+    memory = torch.zeros(at, dtype=torch.uint8)
+    staged = image._Staging(list(image._cut_into_blocks(pieces)), memory)
+    wanted = b"".join(bytes(each.as_strided((each.numel(),), (1,)).view(torch.uint8).numpy()) for each in sources)
+    for tensor in sources:
+        tensor.zero_()
+    staged.wait()
+    assert bytes(memory.numpy())[HEAD_BYTES:] == wanted
+    blocks = 9 + 5 + 1
+    assert FakeStream.recorded == list(range(blocks))
+    assert FakeStream.waited_for == list(range(blocks - 3))  # block n is free when piece n - 3 is on the host
 
 
 def test_every_one_of_1000_random_flips_is_refused(host):
@@ -209,7 +242,7 @@ def test_every_one_of_1000_random_flips_is_refused(host):
 
 def test_files_of_two_steps_do_not_make_an_image(host):
     host.write([Content({"x": 1}, {})] * 3, step=7)
-    Copy(Head("run", 8, 1, 3, 1, 3), Content({"x": 1}, {})).begin(host.files[1])
+    Copy(Head("run", 8, 1, 3, 1, 3), Content({"x": 1}, {})).take(host.files[1])
     with pytest.raises(CheckpointError, match="another image"):
         image_reader.load(host.paths)
 

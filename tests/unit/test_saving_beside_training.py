@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import photinus
 from photinus import Saving
 from photinus.errors import CheckpointError
 from photinus.runlog.events import read_events
-from photinus.trainer.checkpoint import copies, writer
+from photinus.trainer.checkpoint import copies, image, writer
 from photinus.trainer.checkpoint.folder import CheckpointFolder
 from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER
 from tests.small_run import QUIET, CutOffError, Numbered, train
@@ -77,6 +78,23 @@ def test_it_is_the_checkpoint_that_would_have_been_written_at_once(
     assert {*ours.entries} == {*theirs.entries}
     for entry in ("model", "optimizer", "rng"):
         assert str(ours.load()[entry]) == str(theirs.load()[entry])
+
+
+def test_a_limit_on_memory_lets_the_loop_save_at_once(
+    tmp_path: Path, world: Any, beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:  # as with `ulimit -v`
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with pytest.MonkeyPatch.context() as limited:
+        limited.setattr(image.mmap, "mmap", refuse)
+        WRITER.copies.close()
+        _train(_loop(tmp_path))
+    newest = CheckpointFolder(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.step == 6
+    _train(_loop(tmp_path, epochs=3))  # the limit is gone
+    assert photinus.load(tmp_path)["position"]["step"] == 9
 
 
 def test_what_was_being_written_when_the_script_failed_is_resumed(tmp_path: Path, beside: None) -> None:

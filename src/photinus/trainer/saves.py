@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
-from ..parallel.zero.split_states import own_part
+from ..parallel.zero.split_states import copy_state, own_part
 from ..runlog.units import size
 from .checkpoint import copies
 from .checkpoint.copies import Copied
@@ -117,7 +117,7 @@ class Saves:
         whole_bytes = sum(each["bytes"] for each in everyone) if self.splits() else everyone[0]["bytes"]
         copied, trained = None, dict[str, Any]()
         if whole_bytes >= copies.LEAST_BYTES:
-            image = partial(self._image, position, self.whole_streams(position), (), numbers)
+            image = partial(self._image, position, self.whole_streams(position), numbers)
             copied = WRITER.copies.take(image, folder.checkpoints, step)
         if copied is None:
             stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
@@ -174,20 +174,18 @@ class Saves:
         loaders = {name: state_of(item) for name, item in self._others.items() if isinstance(item, Loader)}
         return {**loaders, **({} if stream is None else {_STREAM: stream})}
 
-    def image(self, position: Position, streams: Mapping[str, Any], unsteady: Collection[int]) -> Content:
-        """The same as `save` saves, as this rank sees it, without a copy and without an exchange.
+    def image(self, position: Position, streams: Mapping[str, Any]) -> Content:
+        """Return what `save` saves, as this rank sees it, without a copy and without an exchange.
 
         Args:
             streams: from `whole_streams`.
-            unsteady: addresses of tensors that were seen to change otherwise than by optimizer steps.
         """
-        return self._image(position, streams, unsteady, {}, {"rng": {self._session.rank: rng.capture()}})
+        return self._image(position, streams, {}, {"rng": {self._session.rank: rng.capture()}})
 
     def _image(
         self,
         position: Position,
         streams: Mapping[str, Any],
-        unsteady: Collection[int],
         common: Mapping[str, Any],
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> Content:
@@ -195,7 +193,7 @@ class Saves:
         whole, split = local_states({name: part for name, part in parts.items() if name not in streams})
         modules = [each for each in parts.values() if isinstance(each, nn.Module)]
         optimizers = [each for each in parts.values() if isinstance(each, torch.optim.Optimizer)]
-        equal, steady = set(), {_address(each) for module in modules for each in module.parameters()}
+        equal = set[int]()
         for module in map(unwrap_compiled, modules):
             if self._session.world_size > 1 and is_replicated(module, self._session.world_size):
                 ignored = getattr(module, "parameters_to_ignore", ())
@@ -204,12 +202,10 @@ class Saves:
             # Others may keep what differs on each rank, such as the errors of compressed gradients.
             is_known = type(optimizer).__module__.startswith("torch.optim.")
             for parameter, state in optimizer.state.items():
-                states = {_address(each) for each in state.values() if isinstance(each, torch.Tensor)}
-                steady |= states
                 if is_known and _address(parameter) in equal:
-                    equal |= states
+                    equal |= {_address(each) for each in state.values() if isinstance(each, torch.Tensor)}
         common = {**streams, **self._facts(position), **common, **whole}
-        return Content(common, {**own, **split}, equal, steady - set(unsteady))
+        return Content(common, {**own, **split}, equal)
 
     def describe(self) -> str:
         """Return the memory that copies for saves take; "" for none."""
@@ -254,7 +250,8 @@ class Saves:
             samples_done = position.batches_done * before["batch_size"]
             changed = self._spec.changes_since(before, samples_done, batches_per_epoch)
             position.batches_done = samples_done // self._spec.batch_size
-            self._batches.load_stream(content.get(_STREAM), position.epochs_done, position.batches_done)
+            stream = copy_state(content.get(_STREAM))  # what is loaded may be kept by reference
+            self._batches.load_stream(stream, position.epochs_done, position.batches_done)
             content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
             others = {name: state for name, state in content.items() if name not in {*_OWN, _STREAM}}
             if set(others) != set(self._others):
@@ -281,9 +278,7 @@ class Saves:
                 position.stopped_of = 0
             if not length.reached(position):
                 position.go_on()
-            rows = position.history
-            unsaved = checkpoint.saved_step if isinstance(checkpoint, Kept) and checkpoint.is_unsaved else None
-            self._rows_saved = len(rows) - bool(rows and rows[-1]["step"] == unsaved)
+            self._rows_saved = len(position.history)
             random_numbers = self._random_numbers(content["rng"], position.step, notes)
         if self._session.is_main:
             for note in notes:

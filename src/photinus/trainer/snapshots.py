@@ -5,8 +5,8 @@ body of a step is done:
 
     settle  each rank waits until its last snapshot is sealed; one exchange says whether all are. From then on the one
             before may be overwritten: whenever a process is killed, there is a snapshot that all ranks have
-    take    copies what may change at any time, and begins to copy what only optimizer steps change
-    wait    before the next optimizer step: until that is copied, in most cases long ago
+    take    copies the whole state, between two bodies, while nothing of the script runs: weights may change in ways
+            that no hook and no version counter shows (`.data`, numpy, collectives). A thread digests and seals the copy
 
 A step counts as finished only after `settle`, so with N = 1 no more than one finished step is lost.
 """
@@ -16,20 +16,21 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import time
+from collections import deque
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
 from .. import env
+from ..errors import PhotinusError
 from ..job import status
 from ..job.cgroup import free_memory
 from ..job.world import name_ranks
 from ..parallel.exchange.agreement import gather_per_rank
 from ..runlog.units import plural, size
-from ..training_process import OptimizerSteps
 from .checkpoint.image import Copy, Head, MemoryFile
 from .checkpoint.kept import Kept, find_kept, key_of, snapshot_files
 from .checkpoint.position import Position
@@ -39,8 +40,11 @@ from .session.session import Session
 
 _MOST_COST = 0.01  # of the time, where the user gives no number of steps
 _FIRST_STEPS = 2  # before the first snapshot
-_FIRST_INTERVAL = 10  # steps from it, which shows what one costs, to the next
+_FIRST_INTERVAL = 10  # steps between snapshots until it is known what one costs
 _MOST_OF_MEMORY = 0.9
+_SPANS = 16  # steps, and
+_COSTS = 5  # snapshots, of which the usual one counts
+_NEW_SIDES = 2  # the first snapshots, which take new memory
 
 
 class Snapshots:
@@ -52,17 +56,17 @@ class Snapshots:
     """
 
     _holder: ClassVar[Snapshots | None] = None  # the loop of this process that writes into the files
+    _running: ClassVar[list[Snapshots]] = []  # those of loops with a folder whose bodies run, the innermost one last
 
     def __init__(self, session: Session, saves: Saves, run: str, every: int | None) -> None:
-        self._session, self._saves, self._run, self._every = session, saves, key_of(run), every
+        self._session, self._saves, self._run, self._every = session, saves, key_of(run) if run else "", every
         self._files: list[MemoryFile] = []
         self._sealed: tuple[int, int] | None = None  # side and step of the last one that all ranks have
-        self._copy: Copy | None = None  # the one under way, on the other side
+        self._copy: Copy | None = None  # the one that is being sealed, on the other side
         self._copied_step = 0
-        self._steps: OptimizerSteps | None = None
-        self._unsteady: set[int] = set()
         self._planned_step = self._next = self._count = 0
-        self._planned_s, self._blocked_s, self._cost_s = 0.0, 0.0, 0.0
+        self._planned_s = 0.0
+        self._costs = _Costs()
         self._host_bytes = 0  # of two copies; 0 before the first snapshot
         self._error = ""
         self._is_on = run != "" and every != 0
@@ -95,34 +99,35 @@ class Snapshots:
 
     def begin(self, step: int) -> None:
         """Bodies begin, or go on after a body was left early."""
-        if not self._is_on:
-            return
-        if Snapshots._holder is not self:  # not before: a loop with nothing left to do leaves those of others alone
+        if self._is_on and Snapshots._holder is not self:  # not before: a loop that has nothing to do needs no files
             holder = Snapshots._holder
-            if holder is not None and holder._steps is not None:  # which is what a restart goes on with
+            if holder in Snapshots._running:  # which is what a restart goes on with
                 self._turn_off("the loop whose body runs this one has them", is_told=bool(self._every))
-                return
-            Snapshots._holder = self
-            try:
-                if holder is not None:
-                    self._files = holder.let_go()
-                else:
-                    self._files = [MemoryFile(path) for path in self._paths[self._session.local_rank]]
-                for side, file in enumerate(self._files):
-                    if self._sealed is None or side != self._sealed[0]:
-                        file.unseal()
-            except OSError as error:
-                self._error = str(error)
-            self._plan(step, self._every or _FIRST_STEPS)
-        if self._steps is None:
-            self._steps = OptimizerSteps(began=_disable_dynamo(lambda _: self._wait()), ended=lambda _: None)
+            else:
+                self._hold(holder, step)
+        if self._run:
+            Snapshots._running.append(self)
+        self._costs.begin()
+
+    def _hold(self, holder: Snapshots | None, step: int) -> None:
+        """Takes over the files."""
+        Snapshots._holder = self
+        try:
+            if holder is not None:
+                self._files = holder.let_go()
+            else:
+                self._files = [MemoryFile(path) for path in self._paths[self._session.local_rank]]
+            for side, file in enumerate(self._files):
+                if self._sealed is None or side != self._sealed[0]:
+                    file.unseal()
+        except OSError as error:
+            self._error = str(error)
+        self._plan(step, self._every or _FIRST_STEPS)
 
     def end(self) -> None:
-        """Bodies are over, or left for a while: from now on anything may change."""
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
-            self._wait()
+        """Bodies are over, or left for a while."""
+        if self in Snapshots._running:
+            Snapshots._running.remove(self)
 
     def let_go(self) -> list[MemoryFile]:
         """The files, for another loop. This one takes them back if it goes on."""
@@ -145,25 +150,36 @@ class Snapshots:
 
         Args:
             saved: the step of the newest checkpoint.
+
+        Raises:
+            PhotinusError: another loop is in the middle of a body. On all ranks.
         """
+        self._costs.step_ended()
+        if self._is_on and Snapshots._running[-1] is not self:
+            raise PhotinusError(
+                "two loops with out=... take turns, so no snapshot holds both at the same step, and a restart would "
+                "continue them from different steps. Use one loop, and give it the second model and its optimizer: "
+                "Loop(..., state={'second': model, 'second_optimizer': optimizer}). Or give both loops "
+                "save=Saving(snapshot_every=0): then each continues from its newest checkpoint"
+            )
         is_due = self._is_on and step >= self._next and self._settle(step, saved)
         if self._files:
             self._files[0].note_progress(step)
         return is_due
 
     def _settle(self, step: int, saved: int) -> bool:
-        now_s, is_sealed = time.perf_counter(), False
+        is_sealed = False
         copy, self._copy = self._copy, None
         if copy is not None:
             try:
-                is_sealed = copy.wait()
+                copy.wait()
+                is_sealed = True
             except (OSError, RuntimeError, ValueError) as error:
                 self._error = str(error)
-            self._unsteady |= copy.changed
-            self._blocked_s += time.perf_counter() - now_s
-            self._cost_s = self._blocked_s + (0.0 if self._has_free_cores() else copy.cpu_s)
-        step_s = (now_s - self._planned_s) / max(1, step - self._planned_step)
-        mine = float(not is_sealed), float(self._error != ""), self._cost_s, step_s
+            self._costs.sealed(0.0 if self._has_free_cores() else copy.beside_s)
+        step_s = (time.perf_counter() - self._planned_s) / max(1, step - self._planned_step)
+        cost_s = self._costs.usual_s
+        mine = float(not is_sealed), float(self._error != ""), -1.0 if cost_s is None else cost_s, step_s
         failed, broken, cost_s, step_s = self._most(mine)
         if broken:
             texts = gather_per_rank(self._error)
@@ -174,9 +190,8 @@ class Snapshots:
             self._sealed = self._target, self._copied_step
             self._count += 1
             status.tell(saved=max(saved, self._copied_step))
-        least = 1 if self._host_bytes else _FIRST_INTERVAL
-        interval = self._every or max(least, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
-        self._plan(step, interval)
+        often = _FIRST_INTERVAL if cost_s < 0 else max(1, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
+        self._plan(step, self._every or often)
         return True
 
     def _plan(self, step: int, interval: int) -> None:
@@ -195,7 +210,7 @@ class Snapshots:
             with torch.no_grad():
                 place = session.rank, session.world_size, session.local_rank, session.local_world_size
                 head = Head(self._run, position.step, *place, split=bool(self._splits))
-                content = self._saves.image(position, streams, self._unsteady)
+                content = self._saves.image(position, streams)
                 content.common["position"]["saved_step"] = saved
                 copy = Copy(head, content)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -205,22 +220,17 @@ class Snapshots:
         if copy is None or not self._is_on:
             return
         try:
-            copy.begin(self._files[self._target])
+            copy.take(self._files[self._target])
+            copy.seal_beside()
         except (OSError, RuntimeError, ValueError) as error:
             self._error = str(error)
         self._copy, self._copied_step = copy, position.step
-        self._blocked_s = time.perf_counter() - began_s
+        self._costs.taken(time.perf_counter() - began_s)
 
     @property
     def _target(self) -> int:
         """The side to write: not that of the last snapshot that all ranks have."""
         return 0 if self._sealed is None else 1 - self._sealed[0]
-
-    def _wait(self) -> None:
-        if self._copy is not None:
-            began_s = time.perf_counter()
-            self._copy.wait_copied()
-            self._blocked_s += time.perf_counter() - began_s
 
     def _look_for_memory(self, copy: Copy | None) -> None:
         """Turns snapshots off where two copies of a host's state do not fit into its memory."""
@@ -259,3 +269,46 @@ class Snapshots:
         if not self._host_bytes:
             return ""
         return f"{plural(self._count, 'snapshot')} taken, in {size(self._host_bytes)} of memory on each host"
+
+
+class _Costs:
+    """The measured cost of a snapshot: what the step that follows takes longer than steps usually do.
+
+    So it counts the exchanges, the copy, the digest beside the step, and the caches that the copy has emptied. The
+    first two snapshots are left out: they take new memory.
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[float] = deque(maxlen=_SPANS)  # of steps without a snapshot
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._count = 0
+        self._taken_s = self._excess_s = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Steps begin, or go on after a while."""
+        self._stamp_s, self._is_taken = time.perf_counter(), False
+
+    def step_ended(self) -> None:
+        """A step is done."""
+        span_s, self._stamp_s = time.perf_counter() - self._stamp_s, time.perf_counter()
+        if self._is_taken:
+            self._is_taken = False
+            self._excess_s = span_s - statistics.median(self._spans) if self._spans else 0.0
+        else:
+            self._spans.append(span_s)
+
+    def taken(self, seconds: float) -> None:
+        """A snapshot was taken, and training was held up for these seconds."""
+        self._is_taken, self._taken_s, self._excess_s = True, seconds, 0.0
+
+    def sealed(self, beside_s: float) -> None:
+        """The last snapshot is sealed, which took this processor time from training."""
+        self._count += 1
+        if self._count > _NEW_SIDES:
+            self._costs.append(max(self._excess_s, self._taken_s + beside_s))
+
+    @property
+    def usual_s(self) -> float | None:
+        """Return the seconds that one costs; None while it is not known."""
+        return statistics.median(self._costs) if self._costs else None

@@ -69,12 +69,15 @@ class Copies:
 
         Raises:
             TypeError: something in it cannot be saved.
-            OSError: there is no memory for it after all.
         """
         copy, file = Copy(Head("", 0, 0, 1, 0, 1), content), self._own_file()
         if copy.bytes - file.allocated_bytes > _MOST_OF_MEMORY * free_memory():
             return None
-        copy.make(file)
+        try:
+            copy.take(file)
+        except OSError:  # a limit on this process
+            return None
+        copy.seal()
         self.host_bytes = copy.bytes
         return Copied((self._open(_path_of(file), _identity(os.fstat(file.descriptor))),))
 
@@ -122,7 +125,8 @@ class Copies:
                 why_not = "no room"
         if not why_not and own < len(writing):
             try:
-                copy.make(file)
+                copy.take(file)
+                copy.seal()
                 if rank == hosts[own][0]:
                     files = tuple(self._open(everyone[each]["path"], everyone[each]["file"]) for each in hosts[own])
                     if len(writing) > 1 and not os.path.isfile(probe):

@@ -21,7 +21,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,13 +30,15 @@ import torch
 
 from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import is_split, part_of
-from .durable import BlockDigest
+from .durable import MOST_THREADS, BlockDigest
 from .states import PlainState
 
 HEAD_BYTES = 4096
 PROGRESS = HEAD_BYTES - 16  # behind the head: the last finished step, and its complement
 MAGIC = b"PHOTIMG1"
 _ALIGNED = 64
+_BLOCK_BYTES = 16 << 20  # of what is copied at a time, by one thread or on a GPU
+_MOST_STAGED = 16  # blocks on a GPU
 PLACE = "\0place "  # begins a text of the skeleton that stands for a tensor; JSON follows, see `_Skeleton._tensor`
 PLAIN_ITEMS = 5  # area, offset, dtype, shape, stride; of a part also the whole's shape, and where it lies there
 CUT = -1  # in place of a rank: the bytes lie in the files' cut parts
@@ -70,13 +73,11 @@ class Content:
         own: by entry; of each rank. Dicts of several ranks are joined, of split tensors the parts, and of all else the
             first rank's counts.
         equal: addresses of the tensors in `common` with the same values on all ranks, which share the work.
-        steady: addresses of the tensors that only optimizer steps change; all others are copied immediately.
     """
 
     common: Mapping[str, Any]
     own: Mapping[str, Any]
     equal: Collection[int] = ()
-    steady: Collection[int] = ()
 
 
 class MemoryFile:
@@ -110,11 +111,12 @@ class MemoryFile:
         if self._is_pinned:
             _cuda().cudaHostUnregister(self.memory.data_ptr())
             self._is_pinned = False
-        self._size, self.memory = size, torch.empty(0, dtype=torch.uint8)
+        self._size, self.memory = 0, torch.empty(0, dtype=torch.uint8)
         os.ftruncate(self.descriptor, size)
         if size:
             self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
             self._is_pinned = pin and int(_cuda().cudaHostRegister(self.memory.data_ptr(), size, 0)) == 0
+        self._size = size  # not before: a limit on memory may have refused the mapping
 
     def seal(self, head: Head) -> None:
         """The image is complete."""
@@ -135,16 +137,13 @@ class MemoryFile:
 class Copy:
     """This rank's piece of an image, from its planning until it is sealed. Made and used by one thread.
 
-    `begin` copies what may change at any time, and lets a thread copy the rest, digest and seal it. The next optimizer
-    step waits for `wait_copied`. A steady tensor that changed before that makes the image not count.
+    When `take` returns, the content may change. Only the memory file is read after that: to digest and to seal it.
 
     Attributes:
         bytes: of the file.
         skeleton: described above.
         can_be_parted: whether this rank's own part can be written into a file that others write, too (see parts.py).
-        counts: whether it was sealed; known after `wait`.
-        changed: addresses of the steady tensors that changed too early.
-        copy_s, cpu_s: seconds that copying took, and processor time of copy and digest; known after `wait`.
+        beside_s: processor time of the thread that `seal_beside` starts; known after `wait`.
     """
 
     def __init__(self, head: Head, content: Content) -> None:
@@ -166,107 +165,114 @@ class Copy:
             pieces.append((self._data_at + first_byte - start, tensor, first_byte - at, last_byte - first_byte))
         own_at = align(self._data_at + end - start)
         pieces += [(own_at + at, tensor, 0, tensor.nbytes) for at, tensor in skeleton.tensors]
-        pieces = [piece for piece in pieces if piece[3] > 0]
-        self._later = [each for each in pieces if each[1].data_ptr() in content.steady and not each[1].is_inference()]
-        steady = {id(each[1]) for each in self._later}
-        self._now = [each for each in pieces if id(each[1]) not in steady]
-        self._uses_gpu = any(piece[1].is_cuda for piece in pieces)
+        self._pieces = list(_cut_into_blocks(pieces))
+        self._threads = max(1, len(os.sched_getaffinity(0)) // head.local_size)
         self.bytes = own_at + skeleton.bytes
         self._head = replace(head, cut_bytes=cut.bytes, skeleton_bytes=len(self.skeleton), bytes=self.bytes)
         self._file: MemoryFile | None = None
-        self._copied, self._lock, self._verdict = threading.Event(), threading.Lock(), True
-        self._decided = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.counts, self.changed, self.copy_s, self.cpu_s = False, set[int](), 0.0, 0.0
+        self.beside_s = 0.0
 
-    def begin(self, file: MemoryFile) -> None:
-        """Starts copying into the file, whose image is lost from now on."""
-        self._versions = [(piece[1], piece[1]._version) for piece in self._later]
-        self._open(file)
-        self._move(self._now)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)  # what changes them next waits for these copies
-        self._thread = threading.Thread(target=self._run, name="photinus-snapshot", daemon=True)
+    def take(self, file: MemoryFile) -> None:
+        """Copies all into the file, whose image is lost from now on.
+
+        What a GPU holds is copied there in the order of the current stream, and comes to the host on another one.
+        """
+        from_gpu = [piece for piece in self._pieces if piece[1].is_cuda]
+        file.unseal()
+        file.make_room(self.bytes, pin=bool(from_gpu))
+        self._file, memory = file, file.memory
+        ctypes.memmove(memory.data_ptr() + HEAD_BYTES, self.skeleton, len(self.skeleton))
+        self._staged = _Staging(from_gpu, memory) if from_gpu else None
+
+        def move(piece: tuple[int, torch.Tensor, int, int]) -> None:
+            at, tensor, start, size = piece
+            ctypes.memmove(memory.data_ptr() + at, tensor.data_ptr() + start, size)  # without the interpreter's lock
+
+        on_host = [piece for piece in self._pieces if not piece[1].is_cuda]
+        if self._threads > 1 and sum(piece[3] for piece in on_host) > _BLOCK_BYTES:
+            with ThreadPoolExecutor(min(self._threads, MOST_THREADS), thread_name_prefix="photinus-copy") as pool:
+                list(pool.map(move, on_host))
+        else:
+            for piece in on_host:
+                move(piece)
+        self._pieces = []
+
+    def seal(self) -> None:
+        """Seals the file without a digest: the process that reads it knows that nobody wrote there since."""
+        assert self._file is not None
+        if self._staged is not None:
+            self._staged.wait()
+        self._file.seal(self._head)
+
+    def seal_beside(self) -> None:
+        """Lets a thread digest the file, and seal it."""
+        if self.bytes < _BLOCK_BYTES and self._staged is None:  # sooner done than a thread is started
+            self._digest_and_seal()
+            return
+        self._thread = threading.Thread(target=self._digest_and_seal, name="photinus-snapshot", daemon=True)
         self._thread.start()
 
-    def make(self, file: MemoryFile) -> None:
-        """Copies all into the file and seals it, without a digest: who reads it knows that nobody wrote there since."""
-        self._open(file)
-        self._move([*self._now, *self._later])
-        if self._stream is not None:
-            self._stream.synchronize()
-        file.seal(self._head)
-
-    def _open(self, file: MemoryFile) -> None:
-        file.unseal()
-        file.make_room(self.bytes, pin=self._uses_gpu)
-        self._file = file
-        ctypes.memmove(file.memory.data_ptr() + HEAD_BYTES, self.skeleton, len(self.skeleton))
-        self._stream = torch.cuda.Stream() if self._uses_gpu else None  # type: ignore[no-untyped-call]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-
-    def wait_copied(self) -> None:
-        """Returns when steady tensors may change."""
-        if self._thread is not None and not self._decided:
-            self._copied.wait()
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
-            self._decide()
-
-    def wait(self) -> bool:
-        """Waits until the image is sealed, or known not to count; returns which. Raises what went wrong."""
+    def wait(self) -> None:
+        """Waits until the image is sealed. Raises what went wrong."""
         if self._thread is not None:
-            self.wait_copied()
             self._thread.join()
             self._thread = None
-            self._later, self._now, self._versions = [], [], []
-            if self._error is not None:
-                raise self._error
-        return self.counts
+        if self._error is not None:
+            raise self._error
 
-    def _decide(self) -> bool:
-        with self._lock:
-            if not self._decided:
-                self._decided = True
-                self.changed = {each.data_ptr() for each, version in self._versions if each._version != version}
-                self._verdict = not self.changed
-            return self._verdict
-
-    def _run(self) -> None:
+    def _digest_and_seal(self) -> None:
         assert self._file is not None
-        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        began_s = time.thread_time()
         try:
-            self._move(self._later)
-            if self._stream is not None:
-                self._copied.set()  # queued: the step's own work waits for the rest on the GPU
-                self._stream.synchronize()
-            self._copied.set()
-            self.copy_s = time.perf_counter() - began_s
-            digest = self._file.digest(self.bytes)
-            # By now no write is under way that began before the copy's end and has not counted itself yet.
-            if self._decide():
-                self._file.seal(replace(self._head, digest=digest))
-                self.counts = True
+            if self._staged is not None:
+                self._staged.wait()
+            self._file.seal(replace(self._head, digest=self._file.digest(self.bytes)))
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
         finally:
-            self._copied.set()
-            self.cpu_s = time.thread_time() - began_cpu_s
+            self.beside_s = time.thread_time() - began_s if self._thread is not None else 0.0
 
-    def _move(self, pieces: Sequence[tuple[int, torch.Tensor, int, int]]) -> None:
-        assert self._file is not None
-        memory = self._file.memory
-        for at, tensor, start, size in pieces:
-            if not tensor.is_cuda:
-                ctypes.memmove(
-                    memory.data_ptr() + at, tensor.data_ptr() + start, size
-                )  # without the interpreter's lock
-                continue
-            with torch.no_grad(), torch.cuda.stream(self._stream):
-                flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-                memory[at : at + size].copy_(flat[start : start + size], non_blocking=True)
+
+class _Staging:
+    """Copies of pieces on a GPU, made in the order of the current stream, on their way to the host's memory.
+
+    The current stream waits only where the state is larger than the memory for these copies.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, torch.Tensor, int, int]], memory: torch.Tensor) -> None:
+        device = pieces[0][1].device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(device)
+        self._blocks = [
+            torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(min(_MOST_STAGED, len(pieces)))
+        ]
+        on_host: list[torch.cuda.Event] = []
+        for number, (at, tensor, start, size) in enumerate(pieces):
+            block = self._blocks[number % len(self._blocks)][:size]
+            if number >= len(self._blocks):
+                current.wait_event(on_host[number - len(self._blocks)])
+            with torch.no_grad():
+                block.copy_(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)[start : start + size])
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):
+                    memory[at : at + size].copy_(block, non_blocking=True)
+                    on_host.append(self._stream.record_event())
+
+    def wait(self) -> None:
+        """Waits until all is in the host's memory."""
+        self._stream.synchronize()
+        self._blocks = []
+
+
+def _cut_into_blocks(
+    pieces: Iterable[tuple[int, torch.Tensor, int, int]],
+) -> Iterator[tuple[int, torch.Tensor, int, int]]:
+    """Cut pieces (place in the file, tensor, first byte in the tensor, number of bytes) into blocks of a fixed size."""
+    for at, tensor, start, size in pieces:
+        for done in range(0, size, _BLOCK_BYTES):
+            yield at + done, tensor, start + done, min(_BLOCK_BYTES, size - done)
 
 
 class _Skeleton(PlainState):
