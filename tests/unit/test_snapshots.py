@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,26 @@ from photinus.trainer.record.run_folder import RunFolder
 
 class EndedError(Exception):
     """Ends an attempt."""
+
+
+class Table(nn.Module):
+    """Counts in a state that it keeps by reference, as torch's HistogramObserver does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.counts = torch.zeros(100_000), torch.zeros(3)
+
+    def get_extra_state(self) -> Any:
+        return {"table": self.table, "counts": [self.counts]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.table, (self.counts,) = state["table"], state["counts"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.counts += 1
+            self.table[int(self.counts[0]) * 1000] = x.sum()
+        return x
 
 
 class Launcher:
@@ -63,17 +84,26 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
         os.close(descriptor)
 
 
-def train(out: Path | None, *, fail_at: int = 0, loops: int = 1, every: int | None = 1, **options: Any) -> Any:
+def train(
+    out: Path | None,
+    *,
+    fail_at: int = 0,
+    loops: int = 1,
+    every: int | None = 1,
+    best: str | None = None,
+    **options: Any,
+) -> Any:
     """Trains; returns the last loop, and a copy of what it trained."""
     RunFolder._begun = 0  # as in a new process
     with photinus.init("gloo", device="cpu", seed=3):
         for number in range(loops):
             torch.manual_seed(0)
             x = torch.randn(48, 6)
-            model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+            table = Table()
+            model = nn.Sequential(table, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             model, optimizer = photinus.wrap(model, optimizer)
-            save = photinus.Saving(snapshot_every=every, every_epochs=2)
+            save = photinus.Saving(snapshot_every=every, every_epochs=2, best=best)
             loop = photinus.Loop(
                 model, optimizer, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8,
                 out=None if out is None else out / str(number), save=save,
@@ -87,7 +117,8 @@ def train(out: Path | None, *, fail_at: int = 0, loops: int = 1, every: int | No
                     optimizer.step()
                     optimizer.zero_grad()
         state = {**photinus.unwrap(model).state_dict(), "m": [s["exp_avg"] for s in optimizer.state.values()]}
-        return loop, state
+        state |= {"table": table.table, "counts": table.counts}
+        return loop, {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -104,6 +135,35 @@ def test_next_attempt_continues_from_memory_with_the_same_bits(launcher, tmp_pat
     assert_same(state, wanted)
     rows = [(tmp_path / name / "0" / "losses.csv").read_text().splitlines() for name in ("quiet", "killed")]
     assert [row.split(",")[:3] for row in rows[0]] == [row.split(",")[:3] for row in rows[1]]
+
+
+@pytest.mark.parametrize(("fail_at", "lost"), [(9, 6), (15, 12)])
+def test_a_best_checkpoint_that_was_not_written_is_trained_again(launcher, tmp_path, capsys, fail_at, lost):
+    options = {"best": "-loss", "epochs": 4}
+    _, wanted = train(tmp_path / "quiet", **options)
+    with pytest.raises(EndedError):
+        train(tmp_path / "killed", fail_at=fail_at, **options)
+    shutil.rmtree(tmp_path / "killed" / "0" / "checkpoints" / f"step-{lost:08}")  # killed while it was written
+    launcher.attempt(1)
+    loop, state = train(tmp_path / "killed", **options)
+    assert loop.resumed_from == (None if lost == 6 else tmp_path / "killed" / "0" / "checkpoints" / "step-00000006")
+    why = f"the checkpoint of step {lost} was not written, and best='-loss' needs its weights"
+    assert f"note: the snapshot of step {fail_at - 1} is not used: {why}\n" in capsys.readouterr().out
+    assert_same(state, wanted)
+    for place in ("quiet", "killed"):
+        best = photinus.load(tmp_path / place / "0", best=True)
+        assert best["position"]["history"][-1]["step"] == best["position"]["step"]
+    assert_same(best["model"], photinus.load(tmp_path / "quiet" / "0", best=True)["model"])
+
+
+def test_a_checkpoint_that_was_not_written_is_saved_after_the_next_step(launcher, tmp_path):
+    with pytest.raises(EndedError):
+        train(tmp_path, fail_at=15, epochs=4)
+    shutil.rmtree(tmp_path / "0" / "checkpoints" / "step-00000012")
+    launcher.attempt(1)
+    with pytest.raises(EndedError):
+        train(tmp_path, fail_at=17, epochs=4)
+    assert [path.name for path in (tmp_path / "0" / "checkpoints").glob("step-*")] == ["step-00000015"]
 
 
 def test_resumed_run_says_how_many_steps_were_lost(launcher, tmp_path, capsys):
@@ -230,6 +290,27 @@ def test_a_loop_in_the_body_of_another_leaves_its_snapshots_alone(launcher, tmp_
     note = "note: no snapshots in memory: the loop whose body runs this one has them"
     assert capsys.readouterr().out.count(note) == 1
     assert [each._snapshots._count for each in (outer, inner, after)] == [5, 0, 2]
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_two_loops_that_take_turns_are_refused(launcher, tmp_path, every):
+    data = torch.utils.data.TensorDataset(torch.randn(24, 2))
+
+    def loop(name: str, every: int | None, folder: Path | None = tmp_path) -> photinus.Loop:
+        model = nn.Linear(2, 1)
+        options = {"save": photinus.Saving(snapshot_every=every), "report": photinus.Reporting(progress=False)}
+        out = None if folder is None else folder / name
+        return photinus.Loop(
+            model, torch.optim.SGD(model.parameters()), data, batch_size=8, steps=9, out=out, **options
+        )
+
+    RunFolder._begun = 0
+    with photinus.init("gloo", device="cpu"):
+        for other in (every, 0):
+            with pytest.raises(photinus.PhotinusError, match="two loops with out=... take turns"):
+                list(zip(loop(f"{other}-1", every), loop(f"{other}-2", other), strict=True))
+        for pair in ([loop("c", 0), loop("d", 0)], [loop("e", every), loop("f", every, None)]):
+            assert len(list(zip(*pair, strict=True))) == 9
 
 
 def test_too_little_memory_gives_one_note_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):

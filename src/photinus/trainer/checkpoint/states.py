@@ -317,7 +317,11 @@ def load_into(target: Any, state: Any) -> None:
     """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
     if isinstance(target, nn.Module):
         module = inside(target)
-        strategy_of(module).load(module, plain_names(state, module.state_dict().keys()))
+        named = plain_names(state, module.state_dict().keys())
+        copied = _copied_by_torch(module)
+        for name in [name for name in named if name not in copied]:
+            named[name] = copy_state(named[name])
+        strategy_of(module).load(module, named)
     elif isinstance(target, torch.optim.Optimizer):
         # What its own constructor gave: torch adds a name to the defaults while it loads, and not to the groups.
         needed = [[name for name in group if name in target.defaults] for group in target.param_groups]
@@ -325,6 +329,18 @@ def load_into(target: Any, state: Any) -> None:
         _check_options(target, needed)
     else:
         target.load_state_dict(copy_state(state))
+
+
+def _copied_by_torch(module: nn.Module) -> set[str]:
+    """Return the names in a state that `load_state_dict` copies; a module with a way of its own may keep all others."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return set()
+    names = set[str]()
+    for path, each in module.named_modules(remove_duplicate=False):
+        if type(each)._load_from_state_dict is nn.Module._load_from_state_dict:
+            own = {**each._parameters, **each._buffers}
+            names |= {f"{path}.{name}" if path else name for name, tensor in own.items() if tensor is not None}
+    return names
 
 
 def _check_options(optimizer: torch.optim.Optimizer, needed: list[list[str]]) -> None:

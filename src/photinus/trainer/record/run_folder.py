@@ -116,7 +116,14 @@ class RunFolder:
                     text = f"rank 0 cannot write into {self.path} on host {self._session.host}: {error}. Give a folder"
                     raise HostError(f"{text} that it can write (out=...), or change the permissions") from error
                 self._session.at_end(lambda _: lock.close())
-            self._source = choose_source(self.path, self._resume, snapshot)
+            usable = snapshot
+            if snapshot is not None and self._would_lose_a_row(snapshot):
+                usable, step = None, snapshot.saved_step
+                say(
+                    f"note: the snapshot of step {snapshot.step} is not used: the checkpoint of step {step} was not "
+                    f"written, and best={self._spec.saving.best!r} needs its weights"
+                )
+            self._source = choose_source(self.path, self._resume, usable)
             return None if isinstance(self._source.checkpoint, Kept) else self._source.checkpoint
 
         with on_all_ranks(choose) as checkpoint:
@@ -129,8 +136,17 @@ class RunFolder:
         """On rank 0: None where the run goes on from disk, else whether the disk lacks a checkpoint from before."""
         if self.path is None or not isinstance(self._source.checkpoint, Kept):
             return None
-        folder = CheckpointFolder(self.path / CHECKPOINTS)
-        return max((manifest.step for _, manifest in folder._readable()), default=-1) < snapshot.saved_step
+        return self._lacks_its_checkpoint(snapshot)
+
+    def _lacks_its_checkpoint(self, snapshot: Kept) -> bool:
+        """Return whether the disk has no checkpoint that is as new as the last one that was begun before."""
+        readable = [] if self.path is None else CheckpointFolder(self.path / CHECKPOINTS)._readable()
+        return max((manifest.step for _, manifest in readable), default=-1) < snapshot.saved_step
+
+    def _would_lose_a_row(self, snapshot: Kept) -> bool:
+        """Return whether `best` compares a row whose weights were in the checkpoint that the disk lacks."""
+        rows = [row["step"] for row in snapshot.content["position"]["history"]]
+        return self._best is not None and snapshot.saved_step in rows and self._lacks_its_checkpoint(snapshot)
 
     def begin(self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None) -> None:
         """The run begins, or goes on, at this position: makes its folder ready, where there is something left to do.
