@@ -307,7 +307,7 @@ def test_two_loops_that_take_turns_are_refused(launcher, tmp_path, every):
     RunFolder._begun = 0
     with photinus.init("gloo", device="cpu"):
         for other in (every, 0):
-            with pytest.raises(photinus.PhotinusError, match="two loops with out=... take turns"):
+            with pytest.raises(photinus.PhotinusError, match="two loops with out="):
                 list(zip(loop(f"{other}-1", every), loop(f"{other}-2", other), strict=True))
         for pair in ([loop("c", 0), loop("d", 0)], [loop("e", every), loop("f", every, None)]):
             assert len(list(zip(*pair, strict=True))) == 9

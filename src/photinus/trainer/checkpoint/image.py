@@ -271,8 +271,8 @@ def _cut_into_blocks(
 ) -> Iterator[tuple[int, torch.Tensor, int, int]]:
     """Cut pieces (place in the file, tensor, first byte in the tensor, number of bytes) into blocks of a fixed size."""
     for at, tensor, start, size in pieces:
-        for done in range(0, size, _BLOCK_BYTES):
-            yield at + done, tensor, start + done, min(_BLOCK_BYTES, size - done)
+        for first in range(0, size, _BLOCK_BYTES):
+            yield at + first, tensor, start + first, min(_BLOCK_BYTES, size - first)
 
 
 class _Skeleton(PlainState):

@@ -317,11 +317,10 @@ def load_into(target: Any, state: Any) -> None:
     """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
     if isinstance(target, nn.Module):
         module = inside(target)
-        named = plain_names(state, module.state_dict().keys())
-        copied = _copied_by_torch(module)
-        for name in [name for name in named if name not in copied]:
-            named[name] = copy_state(named[name])
-        strategy_of(module).load(module, named)
+        state = plain_names(state, module.state_dict().keys())
+        for name in state.keys() - _names_copied_by_torch(module):
+            state[name] = copy_state(state[name])
+        strategy_of(module).load(module, state)
     elif isinstance(target, torch.optim.Optimizer):
         # What its own constructor gave: torch adds a name to the defaults while it loads, and not to the groups.
         needed = [[name for name in group if name in target.defaults] for group in target.param_groups]
@@ -331,7 +330,7 @@ def load_into(target: Any, state: Any) -> None:
         target.load_state_dict(copy_state(state))
 
 
-def _copied_by_torch(module: nn.Module) -> set[str]:
+def _names_copied_by_torch(module: nn.Module) -> set[str]:
     """Return the names in a state that `load_state_dict` copies; a module with a way of its own may keep all others."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return set()
