@@ -178,6 +178,36 @@ def loads_everywhere(folder: Path, outputs: list[float]) -> None:
     assert int(of_torch.n_averaged) == int(again.n_averaged) == STEPS
 
 
+def two_optimizers_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    """What an average that is the model itself (decay 0) makes of some points, and what the model does."""
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES[:-1]:
+        with photinus.init("auto", "cpu", seed=1):
+            net, _ = plain()
+            parts = [*net.parameters()]
+            pair = torch.optim.SGD(parts[:2], lr=0.1), torch.optim.AdamW(parts[2:], lr=0.1)
+            model, first, second = photinus.wrap(net, *pair, strategy=strategy)
+            average = photinus.Average(model, get_ema_multi_avg_fn(0.0))
+            state = {"average": average, "second": second}
+            loop = photinus.Loop(model, first, points(), batch_size=BATCH, steps=3, state=state, report=QUIET)
+            for inputs, targets in loop:
+                loop.backward(cross_entropy(model(inputs), targets))
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            outputs = [photinus.predict(m, points(8), on_all_ranks=True).flatten().tolist() for m in (average, model)]
+            found[strategy] = [int(average.n_averaged), *outputs]
+    return found
+
+
+@pytest.mark.timeout(90)
+def test_an_average_of_a_model_with_two_optimizers_has_the_last_steps_of_both() -> None:
+    found = values(run_ranks("tests.dist.test_averages:two_optimizers_on_ranks", world_size=2, backend="photinus"))
+    for rank in found:
+        for strategy, (updates, averaged, trained) in rank.items():
+            assert (updates, averaged) == (3, trained), strategy
+
+
 def bn_on_ranks(rank: int, world_size: int) -> list[Any]:
     found = []
     with photinus.init("auto", "cpu", seed=1):

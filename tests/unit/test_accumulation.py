@@ -55,48 +55,69 @@ def test_gradients_cleared_before_the_last_batch_of_a_step_are_an_error(to_none)
     assert accumulated(1, to_none=to_none)  # before the first
 
 
+def with_two_optimizers(clears, steps=("first", "second")):
+    """A loop over 4 batches, 2 to a step. `clears(loop, place)`: whether an optimizer clears before its backward."""
+    with photinus.init("gloo", "cpu"):
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 4), torch.nn.Linear(4, 3))
+        pair = {
+            "first": torch.optim.SGD(model[0].parameters(), lr=0.1),
+            "second": torch.optim.AdamW(model[1].parameters()),
+        }
+        loop = photinus.Loop(
+            model, pair["first"], points(16), batch_size=4, accumulate=2, epochs=1, report=QUIET,
+            state={"second": pair["second"]},
+        )  # fmt: skip
+        for inputs, targets in loop:
+            for name, optimizer in pair.items():
+                if clears(loop, name):
+                    optimizer.zero_grad()
+                loop.backward(cross_entropy(model(inputs), targets))
+            for name in steps if loop.step_due else ():
+                pair[name].step()
+        return loop.finished
+
+
+def test_with_two_optimizers_gradients_cleared_before_the_last_batch_are_an_error_too():
+    cleared = "of {} of step 1 were cleared before its last batch"
+    with pytest.raises(photinus.PhotinusError, match=cleared.format("SGD")):
+        with_two_optimizers(lambda loop, name: True)
+    with pytest.raises(photinus.PhotinusError, match=cleared.format("AdamW")):
+        with_two_optimizers(lambda loop, name: name == "second")  # between the two backwards of a body
+    assert with_two_optimizers(lambda loop, name: loop.micro_batch == 1)
+    # What another's loss left where this one does not step.
+    assert with_two_optimizers(lambda loop, name: name == "second" or loop.micro_batch == 1, steps=["first"])
+
+
 def test_a_clip_before_the_last_batch_of_a_step_is_an_error():
     with pytest.raises(photinus.PhotinusError, match=r"loop\.clip before the last batch of step 1"):
         accumulated(1, clip=True)
 
 
-DIVIDED = {
-    "/ 4": lambda loss: loss / 4,
-    "* 0.25": lambda loss: loss * 0.25,
-    "/= 4": lambda loss: loss.div_(4),
-    "/ tensor": lambda loss: loss / torch.tensor(4.0),
+QUOTIENTS = {  # by nature, whatever the number of batches in a step is
+    "a mean of two losses": lambda outputs, y: (cross_entropy(outputs, y) + outputs.square().mean()) / 2,
+    "a sum over its samples": lambda outputs, y: cross_entropy(outputs, y, reduction="sum") / len(y),
+    "a factor": lambda outputs, y: cross_entropy(outputs, y) * 0.25,
 }
 
 
-@pytest.mark.parametrize("written", [*DIVIDED, "another constant", "each its own step"])
-def test_a_loss_that_is_divided_by_the_batches_of_a_step_is_logged_whole(tmp_path, written, capsys):
-    def logged(name, divided, every=4, **options):
-        torch.manual_seed(3)
-        model = torch.nn.Linear(FEATURES, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with photinus.init("gloo", "cpu"):
-            loop = photinus.Loop(model, optimizer, points(48), batch_size=4, steps=22, out=tmp_path / name,
-                                 report=QUIET)  # fmt: skip
-            for x, y in loop:
-                loop.backward(divided(cross_entropy(model(x), y)), **options)
-                if loop.step % every == 0 or loop.epoch_ended:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return [row["loss"] for row in read_rows(tmp_path / name / "losses.csv")]
-
-    if written == "each its own step":  # then it is the loss that is meant
-        whole = logged("whole", lambda loss: loss, every=1, share=0.25)
-        assert logged("divided", lambda loss: loss / 4, every=1) == pytest.approx([loss / 4 for loss in whole])
-    elif written == "another constant":  # which says nothing of the batches; known from the second step on
-        whole = logged("whole", lambda loss: loss, share=1 / 8)
-        assert logged("divided", lambda loss: loss / 8)[4:] == pytest.approx([loss / 8 for loss in whole[4:]])
-    else:
-        whole = logged("whole", lambda loss: loss, share=0.25)
-        assert logged("divided", DIVIDED[written]) == pytest.approx(whole)
-    notes = capsys.readouterr().out.count(
-        "note: the loss is logged times 4: your body divides it by the 4 batches of a step"
-    )
-    assert notes == (written in DIVIDED)
+@pytest.mark.parametrize("by_hand", [2, 4])
+@pytest.mark.parametrize("kind", QUOTIENTS)
+def test_a_loss_that_is_a_quotient_is_logged_as_it_is_where_batches_add_up(tmp_path, kind, by_hand, capsys):
+    given = []
+    torch.manual_seed(3)
+    model = torch.nn.Linear(FEATURES, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with photinus.init("gloo", "cpu"):
+        loop = photinus.Loop(model, optimizer, points(48), batch_size=4, steps=12, out=tmp_path, report=QUIET)
+        for x, y in loop:
+            loss = QUOTIENTS[kind](model(x), y)
+            loop.backward(loss)
+            given.append(loss.item())
+            if loop.step % by_hand == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [row["loss"] for row in read_rows(tmp_path / "losses.csv")] == pytest.approx(given)
+    assert "logged times" not in capsys.readouterr().out
 
 
 class Counting:

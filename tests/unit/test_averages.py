@@ -67,6 +67,28 @@ def test_it_follows_the_optimizers_step_whatever_is_around_the_optimizer(is_wrap
     assert int(average.n_averaged) == 3
 
 
+@pytest.mark.parametrize("every", [1, 2])  # the second optimizer steps in each body, or in every second one
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_optimizers_it_follows_the_last_that_steps(every: int, order: int) -> None:
+    net = Net(0.0)
+    parameters = [*net.parameters()]
+    optimizers = [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.AdamW(parameters[2:], lr=0.1)]
+    average = photinus.Average(net, get_ema_multi_avg_fn(0.0))  # the model itself
+    state = {"ema": average, "second": optimizers[1]}
+    loop = photinus.Loop(net, optimizers[0], points(), batch_size=8, epochs=1, state=state, report=QUIET)
+    for inputs, targets in loop:
+        loop.backward(cross_entropy(net(inputs), targets))
+        for optimizer in optimizers[::order]:
+            if optimizer is optimizers[0] or loop.step % every == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+        measured = photinus.evaluate(average, points(31), lambda outputs, _: outputs.sum(1))
+        assert measured == photinus.evaluate(net, points(31), lambda outputs, _: outputs.sum(1))
+        assert equal(average.module, net)
+    assert equal(average.module, net)
+    assert int(average.n_averaged) == 6  # once in each step, the last one too
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_skips_is_no_update(fused: bool) -> None:
     net = Net(0.0)

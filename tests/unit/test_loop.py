@@ -288,6 +288,12 @@ def test_a_plain_backward_is_an_error_that_says_what_to_type(world: Any, scaled:
     optimizer.step()  # outside the loop's body nobody minds
 
 
+def test_a_second_step_behind_one_backward_is_named_as_such(world: Any) -> None:
+    loop = _loop()
+    with pytest.raises(PhotinusError, match=r"SGD\.step\(\) twice in step 1, and no loop\.backward came since"):
+        _typed(loop, loop._optimizer, lambda loss: [loop.backward(loss), loop._optimizer.step()])
+
+
 def test_a_closure_logs_its_first_loss_and_a_plain_backward_inside_is_an_error(world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -321,9 +327,8 @@ def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         loop = _loop(Numbered(32), epochs=3, out=out, report=LINES)
         for _ in loop:
-            for _ in range(parts):  # the outermost half of the first loss has nothing to do with the batches of a step
-                loss = _loss(loop, float(loop.step)) / (every if every > 1 else 2)
-                loop.backward(loss, share=1 / parts, scaler=scaler)
+            for _ in range(parts):
+                loop.backward(_loss(loop, float(loop.step)) / 2, share=1 / (parts * every), scaler=scaler)
             if loop.step % every == 0:
                 if loop.step in left_out:
                     next(loop.model.parameters()).grad[0] = math.inf  # type: ignore[index]
@@ -333,7 +338,7 @@ def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
         return [row["loss"] for row in read_rows(out / "losses.csv")]
 
     whole = logged(tmp_path / "all", ())
-    assert whole == [float(step) / (1 if every > 1 else 2) for step in range(1, 25)]
+    assert whole == [step / 2 for step in range(1, 25)]
     assert logged(tmp_path / "some", (every, 2 * every, 4 * every)) == whole
 
 

@@ -34,9 +34,10 @@ class Average(AveragedModel):
         average = photinus.Average(model, get_ema_multi_avg_fn(0.999))
 
     It goes into `state` of a Loop (`state={"average": average}`) or into `callbacks` of a Trainer. The loop updates it
-    right after each step of the model's optimizer. Evaluate and predict with it as with a model. Its entry in a
-    checkpoint has the names of torch's AveragedModel over the plain model. `photinus.load(out, average=plain)` loads it
-    into a plain model, too, and `photinus export --average average` writes it.
+    right after each step of the model's optimizer; of several optimizers, after the last that steps. Evaluate and
+    predict with it as with a model. Its entry in a checkpoint has the names of torch's AveragedModel over the plain
+    model. `photinus.load(out, average=plain)` loads it into a plain model, too, and `photinus export --average average`
+    writes it.
 
     Args:
         model: wrapped or plain; not an earlier average. All ranks make the average.
@@ -75,24 +76,41 @@ class Average(AveragedModel):
         vars(self)["source"] = model  # not a submodule
         self.first_step, self.every, self.validate = int(first_step), int(every), bool(validate)
         self.module = _copy_of(model)
+        # Of a loop's optimizers: those that step the model, and those that did since the last look, in this step.
+        self._steppers, self._stepped, self._step = set[int](), set[int](), 0
 
-    def begin(self, optimizers: Sequence[torch.optim.Optimizer], name: str) -> int:
-        """A loop begins, after `photinus.wrap` has changed the model. Return the place of the optimizer that steps it.
-        Raises ValueError, with the average's name, if none does."""
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer], name: str) -> None:
+        """A loop begins, after `photinus.wrap` has changed the model. Raises ValueError, with the average's name, if
+        none of the loop's optimizers steps the model."""
         drop_gathered(self.source)
         if not int(self.n_averaged):
             self.module = _copy_of(self.source)
         own = {id(parameter) for parameter in self.source.parameters()}
-        for place, each in enumerate(optimizers):
-            if any(id(parameter) in own for group in each.param_groups for parameter in group["params"]):
-                return place
-        kind = type(unwrap(self.source)).__name__
-        raise ValueError(f"{name} averages a {kind} that no optimizer of the loop steps: make it of the loop's model")
+        stepped = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
+        self._steppers = {place for place, each in enumerate(stepped) if own & each}
+        if not self._steppers:
+            kind = type(unwrap(self.source)).__name__
+            raise ValueError(
+                f"{name} averages a {kind} that no optimizer of the loop steps: make it of the loop's model"
+            )
 
-    def after_step(self, step: int) -> None:
-        """Take the model's weights into the average, if it is time. A loop calls it after each optimizer step."""
-        if step >= self.first_step and (step - self.first_step) % self.every == 0:
+    def optimizer_stepped(self, place: int, step: int) -> None:
+        """Take the weights if this optimizer was the last of the model's to step in this step of a loop."""
+        if place in self._steppers:
+            self._stepped.add(place)
+            self._step = step
+            if self._stepped == self._steppers:
+                self.catch_up()
+
+    def catch_up(self) -> None:
+        """Take the weights of a step that some of the model's optimizers made, if it is time.
+
+        A loop calls it at each body's end, and what evaluates calls it: the other optimizers may not step.
+        """
+        due = self._step >= self.first_step and (self._step - self.first_step) % self.every == 0
+        if self._stepped and due:
             self.update_parameters(self.source)
+        self._stepped.clear()
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:

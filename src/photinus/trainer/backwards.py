@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import PhotinusError
 from ..parallel.zero.split_states import is_split, own_part
 from ..training_process import OptimizerSteps
+from .averages import Average
 from .data.loader import running_weight
 from .session.replicas import Replicas
 from .session.session import require_session
@@ -30,16 +31,16 @@ class Backwards:
     Args:
         optimizers: whose steps are looked at while a body runs.
         replicas: takes what is noted of each step.
-        stepped: is called with an optimizer's place and the loop's step, after a step of the optimizer in a body; after
-            the body, if only one inside of it was seen to step (Lookahead moves the weights after that).
+        averages: are told of each step in a body; after the body, if only an optimizer inside of one was seen to step
+            (Lookahead moves the weights after that).
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas, stepped: Callable[[int, int], None]
+        self, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas, averages: Sequence[Average]
     ) -> None:
         self._optimizers = optimizers
         self._replicas = replicas
-        self._report_step = stepped
+        self._averages = averages
         self._stepped_inside: set[int] = set()  # in the running body
         self._step = 0  # of the loop
         # By optimizer, from its last step: a parameter whose gradient it used; whether this gradient was still there at
@@ -52,11 +53,11 @@ class Backwards:
         self._always_reached: set[int] = set()  # optimizers, by each backward
         self._watched = False  # while a body of the loop runs
         self._may_step = True  # in the running body
-        self._kept_gradient: tuple[Any, int] | None = None  # of a batch before the last of a step, with its version
+        # By optimizer: a gradient of the running step, with its version; and those that had one which was cleared.
+        self._kept_gradients: dict[int, tuple[Any, int]] = {}
+        self._cleared: set[int] = set()
         self._body = 0  # the running one, from 1
         self._settled = 0  # the last body after which no optimizer had gradients to use
-        self._group = 0  # bodies whose gradients added up, up to the last one
-        self._groups: set[int] = set()  # such numbers, of whole steps
         # By optimizer: the last body with a backward that gave it gradients, and the last with a step, or 0.
         self._reached = [0] * len(optimizers)
         self._stepped = [0] * len(optimizers)
@@ -105,6 +106,8 @@ class Backwards:
 
     def body_began(self, step: int, *, may_step: bool) -> None:
         """The loop hands out a batch of a step: the last one if it `may_step`."""
+        if step != self._step:
+            self._kept_gradients, self._cleared = {}, set()
         self._watched, self._may_step, self._step, self._evaluations = True, may_step, step, 0
         self._body += 1
 
@@ -112,9 +115,11 @@ class Backwards:
         """The body came to its end, or was left. Returns whether it used all gradients that it made, and no others."""
         self._watched = False
         while self._stepped_inside:
-            self._report_step(self._stepped_inside.pop(), self._step)
-        self._group = self._body - self._settled
-        return self._settle(self._body) and self._group == 1
+            self._report_step(self._stepped_inside.pop())
+        for average in self._averages:
+            average.catch_up()
+        is_alone = self._body - self._settled == 1
+        return self._settle(self._body) and is_alone
 
     def _settle(self, body: int) -> bool:
         """Returns whether no optimizer has gradients of the bodies up to this one to use: they were, or are gone, as
@@ -126,16 +131,8 @@ class Backwards:
                 self._stepped[place] = self._reached[place]
         if self.unstepped:
             return False
-        if body > self._settled:
-            self._groups.add(body - self._settled)
-            self._settled = body
+        self._settled = max(self._settled, body)
         return True
-
-    def adds_up_over(self, batches: int) -> bool:
-        """Return whether the gradients of N batches add up for a step, as far as is known: of the first one, not more
-        than N so far. Of several optimizers this is not known."""
-        seen = batches in self._groups if self._groups else self._group <= batches <= _SURE_BODIES
-        return seen and len(self._optimizers) == 1
 
     def add(self) -> bool:
         """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""
@@ -156,19 +153,30 @@ class Backwards:
 
     def note_kept(self) -> None:
         """Remember the gradients of a batch that is not the last of its step."""
-        if len(self._optimizers) == 1:  # of several, one may clear what another's loss has left
-            found = next((p for p in _parameters_of(self._optimizers[0]) if p.grad is not None), None)
-            self._kept_gradient = None if found is None else (found, found.grad._version)
+        for place, optimizer in enumerate(self._optimizers):
+            found = next((p for p in _parameters_of(optimizer) if p.grad is not None), None)
+            if found is not None:
+                self._kept_gradients[place] = found, found.grad._version
 
     def check_kept(self) -> None:
-        """Raise PhotinusError if the gradients that `note_kept` saw are gone."""
-        if self._kept_gradient is None:
-            return
-        (parameter, version), self._kept_gradient = self._kept_gradient, None
-        gradient = parameter.grad
-        if gradient is None or (gradient._version != version and not bool(gradient.any())):
+        """Look for the gradients that `note_kept` saw, before a backward. Raise PhotinusError if they are gone.
+
+        Of several optimizers it is an error only if this one steps: another's loss may have left the gradients.
+        """
+        for place, (parameter, version) in self._kept_gradients.items():
+            gradient = parameter.grad
+            is_gone = gradient is None or (gradient._version != version and not bool(gradient.any()))
+            if is_gone and self._stepped[place] < self._body:
+                self._cleared.add(place)
+        if len(self._optimizers) == 1:
+            self._kept_gradients = {}  # SAM clears them between its two backwards
+            self._refuse_cleared(0)
+
+    def _refuse_cleared(self, place: int) -> None:
+        if place in self._cleared:
+            kind = f" of {type(self._optimizers[place]).__name__}" * (len(self._optimizers) > 1)
             raise PhotinusError(
-                f"the gradients of step {self._step} were cleared before its last batch (zero_grad()?): with "
+                f"the gradients{kind} of step {self._step} were cleared before its last batch (zero_grad()?): with "
                 f"accumulate=... they add up over its batches. Write it under `if loop.step_due`."
             )
 
@@ -186,6 +194,8 @@ class Backwards:
                 f"{type(optimizer).__name__}.step() before the last batch of step {self._step}: with accumulate=... "
                 f"the ranks' gradients are averaged in the last one. Write `if loop.step_due: optimizer.step()`."
             )
+        if self._watched:
+            self._refuse_cleared(place)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:  # a closure has its backward inside the step
             self._check(place, optimizer)
@@ -220,8 +230,12 @@ class Backwards:
             self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
             self._stepped_inside.discard(place)
             if not getattr(optimizer, "found_inf", None):  # of a GradScaler: a fused optimizer skips a step itself
-                self._report_step(place, self._step)
+                self._report_step(place)
             self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])
+
+    def _report_step(self, place: int) -> None:
+        for average in self._averages:
+            average.optimizer_stepped(place, self._step)
 
     def _call(self, place: int) -> str:
         return f"optimizer{f' {place + 1}' * (place > 0)}.step() in step {self._step}"
@@ -235,14 +249,21 @@ class Backwards:
                     self._stepped_inside.add(place)
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
-        if self._watched and self._made == self._used[place] and _has_gradients(optimizer):
+        if not (self._watched and self._made == self._used[place] and _has_gradients(optimizer)):
+            return
+        if self._stepped[place] == self._body:
             raise PhotinusError(
-                f"{type(optimizer).__name__}.step() found gradients that loop.backward did not make. In the body of a "
-                f"Loop, write loop.backward(loss) in place of loss.backward(), and loop.backward(loss, scaler=scaler) "
-                f"in place of scaler.scale(loss).backward(): the loop gives a short last batch its right weight, and "
-                f"logs the loss. Gradients that you make in another way: multiply the loss by loop.weight, and call "
-                f"loop.record(loss) before the step."
+                f"{type(optimizer).__name__}.step() twice in step {self._step}, and no loop.backward came since. "
+                f"Step once for each loop.backward, or call zero_grad() after the first step. Gradients that you make "
+                f"in another way need a loop.record(loss) before each step."
             )
+        raise PhotinusError(
+            f"{type(optimizer).__name__}.step() found gradients that loop.backward did not make. In the body of a "
+            f"Loop, write loop.backward(loss) in place of loss.backward(), and loop.backward(loss, scaler=scaler) "
+            f"in place of scaler.scale(loss).backward(): the loop gives a short last batch its right weight, and "
+            f"logs the loss. Gradients that you make in another way: multiply the loss by loop.weight, and call "
+            f"loop.record(loss) before the step."
+        )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:

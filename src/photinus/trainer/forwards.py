@@ -49,6 +49,8 @@ class Forwards:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, but {what} needs a torch.nn.Module")
         self._session, self._model = session, model
+        if callable(catch_up := getattr(model, "catch_up", None)):  # a photinus.Average
+            catch_up()
         size = _default_size(dataset) if batch_size is None else batch_size
         self.batch_size, device = whole_number("batch_size", size, least=1), session.device
         self._batches = loader(dataset, batch_size=self.batch_size, train=False, seed=0, device=device, place=(0, 1))

@@ -166,8 +166,8 @@ class Loop:
             check_schedulers(others, optimizers)
             check_second_models(model, others, session.world_size)
             averages = {f"state[{name!r}]": each for name, each in others.items() if isinstance(each, Average)}
-            # With the places of the optimizers that step their models.
-            self._averages = [(each.begin(optimizers, name), each) for name, each in averages.items()]
+            for name, average in averages.items():
+                average.begin(optimizers, name)
             self._strategy = strategy_of(model)
             self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
             self._accumulate = int(accumulate)
@@ -191,7 +191,7 @@ class Loop:
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._backwards, self._told_unseen = Backwards(optimizers, self._replicas, self._update_averages), False
+        self._backwards, self._told_unseen = Backwards(optimizers, self._replicas, [*averages.values()]), False
         self._told_of_sum = not session.is_main
         self._means = WeightedMeans(session, models, partial(_parameters_of, models, optimizers))
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
@@ -354,7 +354,8 @@ class Loop:
             share: weight of this loss in the batch: 1/4 for each of four parts of it. `accumulate` needs none. The log
                 shows the whole loss. Several calls in one body add up; in a body with an optimizer step, each by its
                 share. In a closure, its first evaluation is logged, or the backward before it (SAM). Without
-                `accumulate`, a body that accumulates by itself gives each of four batches 1/4, or divides the loss.
+                `accumulate`, a body that accumulates by itself gives each of four batches 1/4; a loss that it divides
+                is logged divided.
             scaler: a `torch.amp.GradScaler` that scales the loss. You call its `step` and `update`.
 
         Raises:
@@ -549,7 +550,7 @@ class Loop:
                         self._progress.step(batch.global_samples, position.newest)
                         continue
                     self._batches_done = 0
-                    self._numbers.end_step(alone=alone, adds_up_over=self._backwards.adds_up_over)
+                    self._numbers.end_step(alone=alone)
                     position.step += 1
                     keeps = self._snapshots.settle(position.step, self._saved_step)
                     status.tell(steps=position.step)
@@ -574,12 +575,6 @@ class Loop:
             self._progress.close()
             watch.close()
             self._folder.settle()  # left early
-
-    def _update_averages(self, place: int, step: int) -> None:
-        """An optimizer has stepped."""
-        for of_model, average in self._averages:
-            if of_model == place:
-                average.after_step(step)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:

@@ -93,12 +93,12 @@ class RunNumbers:
     def add(self, loss: Tensor, share: float | Callable[[], float]) -> None:
         """Takes a loss of the running step: scalar, mean over this rank's samples."""
         step, value = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
-        step.parts.append((value, len(step.batches), share, divisor_of(loss)))
+        # A mean over tokens may well be divided by their number.
+        step.parts.append((value, len(step.batches), share, 1 if callable(share) else divisor_of(loss)))
 
-    def end_step(self, *, alone: bool, adds_up_over: Callable[[int], bool]) -> None:
+    def end_step(self, *, alone: bool) -> None:
         """The step's last body is over. Several losses add up: by their shares where its gradients are all of an
-        optimizer's step (`alone`, or several batches), else whole, as the body is one of several with such shares.
-        Where gradients of N bodies add up (`adds_up_over`), a loss that came divided by N has the share 1 / N."""
+        optimizer's step (`alone`, or several batches), else whole, as the body is one of several with such shares."""
         step = self._steps[-1]
         # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
         alone |= any(callable(part[2]) for part in step.parts)
@@ -109,14 +109,8 @@ class RunNumbers:
             self._add_up(step, parts, samples)
             return
         whole = 1.0 if alone and len(parts) > 1 else max((share for _, _, share, _ in parts), default=1.0)
-        for loss, _, share, divisor in parts:
+        for loss, _, share, _ in parts:
             loss = loss if share == whole else loss * (share / whole)
-            if not alone and share == 1.0 and divisor > 1 and adds_up_over(divisor):
-                loss = loss * divisor
-                if not self._told_of_divisor and self._session.is_main:
-                    why = f"your body divides it by the {divisor} batches of a step"
-                    say(f"note: the loss is logged times {divisor}: {why}")
-                self._told_of_divisor = True
             step.loss = loss if step.loss is None else step.loss + loss
 
     def _add_up(self, step: _Step, parts: list[tuple[Tensor, int, float, int]], samples: float) -> None:
