@@ -46,6 +46,38 @@ class Buffered(Optimizer):
                 p.sub_(p.grad, alpha=kept[1])
 
 
+class ScheduleFree(Optimizer):
+    """SGD of the package schedulefree, in short: it trains y, and x, an average of the way, is to be used."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "k": 0, "train_mode": False})
+
+    def eval(self) -> None:
+        self._switch(False, lambda momentum: 1 - 1 / momentum)
+
+    def train(self) -> None:
+        self._switch(True, lambda momentum: 1 - momentum)
+
+    @torch.no_grad()
+    def _switch(self, mode: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] is not mode else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight(group["momentum"]))
+            group["train_mode"] = mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.sub_(p.grad, alpha=group["lr"] * (1 - group["momentum"] * (1 - 1 / group["k"])))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
 class Rateless(Optimizer):
     """Finds its rates itself: a group has no learning rate (COCOB), or None (relative steps)."""
 

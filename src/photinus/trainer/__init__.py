@@ -8,6 +8,7 @@ averages     averages of the weights, and the statistics of their batch norms
 backwards    which gradients a loop made: a step on others is an error; and backward in a loop of your own
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    from a batch to its loss, and the weight of that
+optimizer_modes  optimizers that train other weights than those to use (schedule-free)
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
 snapshots    a loop's state in the memory of its hosts, from which workers come back after a failure
 early_stopping  the end of a run before its last epoch, by what its rows say

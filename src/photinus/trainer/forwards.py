@@ -26,6 +26,7 @@ from .checkpoint.states import unwrap
 from .data.arguments import whole_number
 from .data.loader import Batch, Loader, loader
 from .data.sampler import ShardedOnce
+from .optimizer_modes import evaluating_weights
 from .session.session import Session
 from .session.wrapping import exchanges_gradients
 
@@ -83,7 +84,7 @@ class Forwards:
             ended = start
             return use(outputs, batch)
 
-        with evaluating(model):
+        with evaluating(model), evaluating_weights(self._session.switching, model):
             for start in starts:
                 value = self.attempt(partial(compute, start))
                 if splits and begun != ended:  # the others wait in this forward: no exchange can reach them

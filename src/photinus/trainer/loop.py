@@ -40,6 +40,7 @@ from .data import rng
 from .data.arguments import explains_unknown
 from .data.loader import Batch, Loader, note_place, train_batches
 from .early_stopping import EarlyStopping, reason_to_stop
+from .optimizer_modes import OptimizerModes
 from .record.config import user_options
 from .record.loggers import check_packages
 from .record.run_folder import RunFolder
@@ -194,6 +195,7 @@ class Loop:
         self._backwards, self._told_unseen = Backwards(optimizers, self._replicas, [*averages.values()]), False
         self._told_of_sum = not session.is_main
         self._means = WeightedMeans(session, models, partial(_parameters_of, models, optimizers))
+        self._modes = OptimizerModes([optimizer, *others.values()], session.switching)
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
         if out is not None:
@@ -221,6 +223,7 @@ class Loop:
         with self._folder.starting_point(self._snapshots.find()) as checkpoint:
             if checkpoint is not None:
                 self._position, self._rng = self._saves.load(checkpoint, self._batches_per_epoch)
+                self._modes.loaded()
                 self.resumed_from = checkpoint.path
                 self._judge_again()
                 status.tell(saved=self._position.step)
@@ -518,11 +521,13 @@ class Loop:
         position, clock = self._position, self._clock
         clock.start()
         self._backwards.begin()
+        self._modes.begin()
         self._snapshots.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
         # Without a folder there would be nothing to resume from.
         watch = preemption.Watch(self._session.suspends and self.out is not None)
         note_place("")
+        has_ended = False
         try:
             while not self.finished:
                 self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
@@ -563,9 +568,11 @@ class Loop:
                     if self._spec.length.reached(position):
                         break
             self._finish()
+            has_ended = True
         finally:
             clock.stop()
             self._backwards.end()
+            self._modes.end(is_finished=has_ended)
             self._snapshots.end()
             note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
             if self._batch is not None:  # the body was left early
@@ -690,7 +697,8 @@ class Loop:
         self._save_wanted = False
         self._saved_step = self._position.step
         if self.out is not None:
-            path = self._saves.save(self._position, self._folder)
+            with self._modes.saving():
+                path = self._saves.save(self._position, self._folder)
             self._is_writing = path is None
             self._note_saved(path)
 

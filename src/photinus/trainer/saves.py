@@ -38,6 +38,7 @@ from .checkpoint.states import (
 from .checkpoint.writer import WRITER
 from .data import rng
 from .data.loader import Loader
+from .optimizer_modes import is_training, switching
 from .record.run_folder import RunFolder
 from .record.settings import Settings
 from .record.spec import RunSpec
@@ -70,6 +71,7 @@ class Saves:
         modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
         self._settings = Settings({"optimizer": optimizer, **self._beside}, {"": model, **modules})
         self._rows_saved, self._warned_of_rows, self._is_parted = 0, False, False
+        self._switching = switching([optimizer, *others.values()])
 
     def check(self) -> None:
         """Refuses what could not be saved or put back, before there is work to lose. All ranks call it together.
@@ -222,10 +224,9 @@ class Saves:
         return any(strategy_of(each).splits(each) for each in parts)
 
     def _facts(self, position: Position) -> dict[str, Any]:
-        return {
-            "position": position.to_dict(time.perf_counter() - self._session.aside_s),
-            "run": {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)},
-        }
+        run: dict[str, Any] = {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)}
+        run["training"] = [*map(is_training, self._switching)]
+        return {"position": position.to_dict(time.perf_counter() - self._session.aside_s), "run": run}
 
     def load(self, checkpoint: Checkpoint | Kept, batches_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.
@@ -264,6 +265,9 @@ class Saves:
             states = {_shown(name): item for name, item in others.items()}
             states = {name: self._settings.in_our_order(name, given, state) for name, state in states.items()}
             changed += self._settings.load(given, states, partial(self._put_back, content, path))
+            for optimizer, mode in zip(self._switching, before.get("training", ()), strict=False):
+                if isinstance(getattr(optimizer, "train_mode", None), bool):  # else the state has it
+                    optimizer.train_mode = mode
             text = f"what the script changed replaces what the checkpoint holds: {', '.join(changed)}"
             notes = [text] if changed else []
             if differing := sorted({*before["frozen"]} ^ {*_frozen(self._model)}):

@@ -209,7 +209,8 @@ def _has_new_function(scheduler: Any, saved: Mapping[str, Any]) -> bool:
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    own = ("params", "train_mode")  # the latter says which weights the parameters have (schedule-free optimizers)
+    return [{name: value for name, value in group.items() if name not in own} for group in optimizer.param_groups]
 
 
 def _rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -72,6 +72,7 @@ class Session:
     _owned: bool
     aside_s: float = 0.0
     loops: int = 0
+    switching: list[Any] = field(default_factory=list)  # optimizers with train() and eval(), of loops whose bodies run
     _open: bool = True
     _outer: Session | None = None
     _at_end: list[Callable[[BaseException | None], None]] = field(default_factory=list)
