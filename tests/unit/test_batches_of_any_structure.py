@@ -123,6 +123,59 @@ def test_a_model_that_returns_its_loss_needs_no_function_and_counts_its_labels(k
     assert small.metrics["valid_loss"] == pytest.approx(whole)
 
 
+class Transcribing(Returning):
+    """A mean over samples, each of the mean over its labels; without labels there is a loss, too (CTC)."""
+
+    def forward(self, input_ids, labels):
+        losses = cross_entropy(self.table(input_ids).transpose(1, 2), labels, reduction="none")
+        return SimpleNamespace(loss=((1 + losses.sum(1)) / (labels != -100).sum(1).clamp(min=1)).mean())
+
+
+class OverAll(Returning):
+    """A mean over all places, those of padding too."""
+
+    def forward(self, input_ids, labels):
+        losses = cross_entropy(self.table(input_ids).transpose(1, 2), labels, reduction="none")
+        return SimpleNamespace(loss=losses.mean())
+
+
+class Classifying(Returning):
+    """One label for each sequence."""
+
+    def forward(self, input_ids, labels):
+        return SimpleNamespace(
+            loss=cross_entropy(self.table(input_ids).mean(1), labels[:, 0] if labels.dim() > 1 else labels)
+        )
+
+
+UNFIT = {
+    "of samples": (
+        Transcribing,
+        r"\(rank 0: it is .* where all labels are -100\)\. If it is a mean over samples, .* step=f",
+    ),
+    "of all places": (
+        OverAll,
+        r"not a mean over the labels that are not -100 \(rank 0: of two rows with \[6, 2\] labels",
+    ),
+    "of classes": (Classifying, r"2 of 4 labels are -100, which the loss ignores: step=f .* \(loss, weight\)"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_models_loss_that_is_another_mean_is_refused_with_what_to_write(name):
+    kind, words = UNFIT[name]
+    tokens = torch.arange(24).reshape(4, 6) % 5
+    labels = torch.where(torch.arange(6) < torch.tensor([[6], [2], [3], [4]]), tokens, -100)
+    labels = torch.tensor([0, -100, 1, -100]) if kind is Classifying else labels
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [{"input_ids": a, "labels": b} for a, b in zip(tokens, labels, strict=True)]
+    with photinus.init("gloo", "cpu", seed=3):
+        trainer = photinus.Trainer(model, optimizer, epochs=1, batch_size=4, report=QUIET)
+        with pytest.raises(ValueError, match=words):
+            trainer.fit(data)
+
+
 def test_what_does_not_fit_together_is_refused_when_the_trainer_is_made():
     model, optimizer = model_and_optimizer()
 

@@ -212,6 +212,12 @@ KNOWN = {
     "ignored": (nn.CrossEntropyLoss(ignore_index=1), [0, 1, 2], 2),
     "both": (nn.NLLLoss(WEIGHTS, ignore_index=2), [0, 2, 1], 1.0),
     "function": (partial(cross_entropy, weight=WEIGHTS, ignore_index=0), [0, 2, 1], 5.0),
+    "compiled": (torch.compile(nn.CrossEntropyLoss(WEIGHTS), backend="eager"), [0, 2, 2], 11.0),
+    "compiled function": (
+        partial(torch.compile(cross_entropy, backend="eager"), weight=WEIGHTS, ignore_index=0),
+        [0, 2, 1],
+        5.0,
+    ),
     "plain": (nn.CrossEntropyLoss(), [0, 1, 2], None),
     "plain function": (cross_entropy, [0, 1, 2], None),
     "squares": (nn.MSELoss(), [0, 1, 2], None),
@@ -228,7 +234,7 @@ def test_the_losses_of_torch_are_known_by_what_they_divide_by(name):
     assert found == weight
     if weight:
         names = {"weight": WEIGHTS} if name != "ignored" else {}
-        ignored = getattr(function, "ignore_index", 0 if name == "function" else -100)
+        ignored = getattr(function, "ignore_index", 0 if "function" in name else -100)
         losses = (nn.functional.nll_loss if name == "both" else cross_entropy)(
             scores, aims, reduction="none", ignore_index=ignored, **names
         )
@@ -241,6 +247,24 @@ def test_targets_that_torch_ignores_by_default_are_counted_where_they_are_tokens
     with pytest.raises(ValueError, match=r"1 of 3 targets are -100, torch's ignore_index by default"):
         Objective(nn.CrossEntropyLoss())(torch.randn(3, 3), torch.tensor([0, 1, -100]))
     assert Objective(nn.CrossEntropyLoss(WEIGHTS))(torch.randn(3, 3), torch.rand(3, 3))[1] is None
+
+
+OWN = {
+    "weights": lambda scores, targets: cross_entropy(scores, targets, WEIGHTS),
+    "ignored": lambda scores, targets: cross_entropy(scores, targets, ignore_index=2),
+    "tokens": lambda scores, targets: cross_entropy(scores[..., None], targets[:, None], ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_function_of_ones_own_whose_cross_entropy_counts_otherwise_is_asked_for_its_weight(name):
+    loss, scores = Objective(OWN[name]), torch.randn(3, 3, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"divides by \d, and it has 3 targets: .* Return \(sum, weight\) from loss_fn"
+    ):
+        loss(scores, torch.tensor([0, 1, 2]))
+    found = Objective(lambda scores, targets: cross_entropy(scores, targets))(scores, torch.tensor([0, 1, 2]))
+    assert found[1] is None
 
 
 def test_targets_that_torch_ignores_are_refused_without_a_wait_for_the_gpu(monkeypatch):

@@ -1,10 +1,12 @@
 """From a batch to its loss: of a loss function, a function of the whole step, or a model that returns its loss.
 
-Each gives a mean, and the number of things that it is a mean over: that of torch's losses is known.
+Each gives a mean, and the number of things that it is a mean over. That of torch's losses is known, and that of a model
+that returns its loss is tried out. What is seen to be a mean over other things is refused, with what to write.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,12 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
+from ..parallel.exchange.agreement import gather_per_rank
 from ..parallel.tracing.device_clock import Moment, clock_of, is_past
 from .checkpoint.states import unwrap
 from .forwards import evaluating
 
 _COUNTED = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, cross_entropy, nll_loss)
+_OWN_ENDS = ("NllLossBackward0", "NllLoss2DBackward0")  # of autograd, where a function ends in a cross-entropy
+_MEAN = 1  # of torch's reductions
 _IGNORED = -100  # torch's default
+_TOLERANCE = 0.02  # of losses in bfloat16
+_ADVICE = (
+    "step=f with f(model, batch) that returns (loss, weight): the mean, and the number of things it is a mean over"
+)
 
 
 def sum_and_weight(name: str, value: tuple[Any, ...]) -> tuple[Tensor, Any]:
@@ -48,16 +57,26 @@ class Objective:
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
+        function = _uncompiled(function)
         bound = function.keywords if isinstance(function, partial) else {}
         kind: Any = type(function)
         is_module = isinstance(function, nn.Module)
         # A subclass may compute something else, as may arguments by place.
-        inner = kind.forward if is_module else function.func if isinstance(function, partial) else function
+        inner = _uncompiled(function.func) if isinstance(function, partial) else function
+        inner = kind.forward if is_module else inner
         options = vars(function) if is_module else bound
         counted = inner in _COUNTED and not getattr(function, "args", ())
         self.is_sum = getattr(inner, "__module__", "").startswith("torch.nn.") and options.get("reduction") == "sum"
         self._counted = counted and options.get("reduction", "mean") == "mean"
-        self._ignored_counts: deque[tuple[Tensor, int, int | Moment]] = deque()
+        self._ignored_targets = _LateCount(
+            "{left_out} of {all} targets are -100, torch's ignore_index by default. If that is right, name another "
+            "one, such as CrossEntropyLoss(ignore_index=-1), or return (sum, weight) from loss_fn"
+        )
+        self._left_out = _LateCount(
+            "loss_fn ends in a cross-entropy whose mean divides by {counted:g}, and it has {all} targets: there are "
+            "class weights, or targets that it ignores. Return (sum, weight) from loss_fn: the loss with "
+            "reduction='sum', and what the mean divides by"
+        )
         self._ignored = options.get("ignore_index", _IGNORED)
         self._class_weights = getattr(function, "weight", None) if is_module else bound.get("weight")
 
@@ -72,7 +91,12 @@ class Objective:
         if isinstance(loss, tuple):
             total, weight = sum_and_weight("loss_fn", loss)
             return total / weight, weight
-        return loss, self._weight(targets) if self._counted else None
+        if self._counted:
+            return loss, self._weight(targets)
+        node = loss.grad_fn
+        if node is not None and node.name() in _OWN_ENDS and node._saved_reduction == _MEAN:
+            self._left_out.add(node._saved_total_weight, node._saved_target.numel())
+        return loss, None
 
     def sums(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
         """Return (sum, weight) of a batch of N samples. The sum of all sums by that of all weights is the mean."""
@@ -89,24 +113,40 @@ class Objective:
         if targets.is_floating_point():  # probabilities of classes: the mean is over samples
             return None
         if self._class_weights is None and self._ignored == _IGNORED and targets.dim() < 2:
-            return self._refuse_ignored(targets)
+            # Nearly no classifier has targets of -100, and each step of all others would pay for an exchange.
+            return self._ignored_targets.add((targets != _IGNORED).sum(), targets.numel())
         counted = targets[targets != self._ignored]
         return counted.numel() if self._class_weights is None else self._class_weights.to(targets.device)[counted].sum()
 
-    def _refuse_ignored(self, targets: Tensor) -> None:
-        """Nearly no classifier has targets of -100, so that each step of all others would pay for an exchange.
 
-        Nothing waits for a GPU: a count is looked at in the first step after it has come.
-        """
-        count, clock = (targets == _IGNORED).sum().to("cpu", non_blocking=True), clock_of(targets.device)
-        self._ignored_counts.append((count, targets.numel(), clock.now() if clock else 0))
-        while self._ignored_counts and is_past(self._ignored_counts[0][2]):
-            ignored, targets_then, _ = self._ignored_counts.popleft()
-            if ignored:
-                raise ValueError(
-                    f"{ignored} of {targets_then} targets are -100, torch's ignore_index by default. If that is right, "
-                    f"name another one, such as CrossEntropyLoss(ignore_index=-1), or return (sum, weight) from loss_fn"
-                )
+class _LateCount:
+    """A check that a mean counts all its targets. Nothing waits for a GPU: a count is looked at once it has come.
+
+    Args:
+        message: of the error, with {counted}, {left_out} and {all}.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._counts: deque[tuple[Tensor, int, int | Moment]] = deque()
+
+    def add(self, counted: Tensor, targets: int) -> None:
+        """Look at this count as soon as it is there. Raises ValueError for one before that differs."""
+        count, clock = counted.to("cpu", non_blocking=True), clock_of(counted.device)
+        self._counts.append((count, targets, clock.now() if clock else 0))
+        while self._counts and is_past(self._counts[0][2]):
+            found, of, _ = self._counts.popleft()
+            if found != of:
+                numbers = {"counted": float(found), "left_out": f"{of - float(found):g}", "all": of}
+                raise ValueError(self._message.format(**numbers))
+
+
+def _uncompiled(function: Any) -> Any:
+    """Return what `torch.compile` was given."""
+    function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
+    # Of a function of torch's own, dynamo puts another one around it.
+    is_dynamos = getattr(function, "__globals__", {}).get("__name__", "").startswith("torch._dynamo")
+    return function.__wrapped__ if is_dynamos and hasattr(function, "__wrapped__") else function
 
 
 class StepObjective(Objective):
@@ -139,6 +179,7 @@ class OutputObjective(StepObjective):
     def __init__(self) -> None:
         super().__init__(self._loss)
         self._shifts: bool | None = None  # whether each label is what the token before it predicts; not known yet
+        self._ignored_labels = _LateCount(f"{{left_out}} of {{all}} labels are -100, which the loss ignores: {_ADVICE}")
 
     def _loss(self, model: nn.Module, batch: Any) -> Any:
         output = model(**batch) if isinstance(batch, Mapping) else model(batch)
@@ -149,17 +190,54 @@ class OutputObjective(StepObjective):
                 f"f(model, batch) -> loss (models of Transformers return a loss if the batch has labels)"
             )
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return loss
+        if labels.dim() < 2:
+            self._ignored_labels.add((labels != _IGNORED).sum(), labels.numel())
             return loss
         if self._shifts is None:
-            self._shifts = _ignores_first_label(unwrap(model), batch)
+            self._shifts = _find_shift(unwrap(model), batch)
         return loss, (labels[..., self._shifts :] != _IGNORED).sum()
 
 
-def _ignores_first_label(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return whether a model's loss leaves the first label of each sequence out: names of classes do not say it."""
-    labels = torch.full_like(batch["labels"], _IGNORED)
-    labels[..., 0] = 0
-    with evaluating(model):  # which draws no random numbers
-        loss = model(**{**batch, "labels": labels}).loss
-    return not bool(loss > 0)  # a mean of nothing is NaN
+def _find_shift(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model's loss leaves the first label of each sequence out: names of classes do not say it.
+
+    All ranks call it together, in the first batch. It makes five forwards on each, which draw no random numbers.
+
+    Raises:
+        ValueError: on some rank the loss is not a mean over the labels that are not -100; all ranks raise.
+    """
+    labels = batch["labels"]
+    none = torch.full_like(labels, _IGNORED)
+    first = none.clone()
+    first[..., 0] = 0
+    with evaluating(model):
+
+        def loss_of(labels: Tensor) -> float:
+            return float(model(**{**batch, "labels": labels}).loss)
+
+        of_none, shifts = loss_of(none), not loss_of(first) > 0  # a mean of nothing is NaN, or 0
+        # The rows with most and with least labels, each alone, and both.
+        counts = (labels[..., shifts:] != _IGNORED).flatten(1).sum(1)
+        most, least = int(counts.argmax()), int(counts.argmin())
+        rows, losses = [[most], [least], [most, least]], []
+        for pair in rows:
+            part = none.clone()
+            part[pair] = labels[pair]
+            losses.append(loss_of(part))
+    weights = [int(counts[row]) for row in (most, least)]
+    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=False) if weight)
+    expected = total / sum(weights) if most != least and any(weights) else losses[2]
+    error = ""
+    if of_none > 0:
+        error = f"it is {of_none:.4g} where all labels are -100"
+    elif any(weights) and not math.isclose(losses[2], expected, rel_tol=_TOLERANCE):
+        error = f"of two rows with {weights} labels it is {losses[2]:.4g}, and such a mean is {expected:.4g}"
+    errors = {rank: each for rank, each in enumerate(gather_per_rank(error)) if each}
+    for rank, each in errors.items():
+        raise ValueError(
+            f"the loss of {type(model).__name__} is not a mean over the labels that are not -100 (rank {rank}: {each})."
+            f" If it is a mean over samples, give Trainer step=f with f(model, batch) that returns it; else {_ADVICE}"
+        )
+    return shifts
