@@ -130,6 +130,12 @@ FULL_TRACEBACK: Variable[bool] = Variable(
     False,
     "1: the traceback of an uncaught error also shows the frames inside Photinus",
 )
+COMPARE_DATA: Variable[bool] = Variable(
+    "PHOTINUS_COMPARE_DATA",
+    _switch,
+    True,
+    "0: do not compare a few samples of the ranks' data sets, which have to be equal",
+)
 HOST_ID = _text(
     "PHOTINUS_HOST_ID",
     "identity of this host; ranks with the same identity share memory (default: detected)",

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from ..parallel import strategy_of
-from ..parallel.exchange.agreement import check_alike, together
+from ..parallel.exchange.agreement import together
 from ..parallel.strategies.fully_sharded import copy_split
 from ..parallel.zero.split_states import own_part
 from ..parallel.zero.watched_steps import drop_gathered
@@ -159,8 +159,8 @@ def update_bn(
     with together("preparing update_bn"):
         forwards = Forwards("update_bn", session, model, dataset, batch_size)
     layers: list[Any] = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    alike = {"batch_size": forwards.batch_size, "samples": forwards.samples, "layers": len(layers)}
-    check_alike(alike, "the ranks were given different things for update_bn")
+    complaint = "the ranks were given different things for update_bn"
+    forwards.compare({"layers": len(layers)}, complaint, "data for update_bn")
     # Of float32 values, which float64 adds up exactly in nearly all cases.
     sums = [torch.zeros(2, m.num_features, dtype=torch.float64, device=session.exchange_device) for m in layers]
     with _taking_statistics(layers) as newest:

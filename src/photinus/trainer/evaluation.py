@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..parallel.exchange.agreement import check_alike, gather_per_rank, together
+from ..parallel.exchange.agreement import gather_per_rank, together
 from ..parallel.exchange.tensors import move_tensors
 from ..training_process import waiting_time
 from .data.arguments import explains_unknown
@@ -112,7 +112,7 @@ def evaluate(
 
     Raises:
         ValueError: the data set is empty; a metric does not return one value per sample; or the names of the metrics,
-            the batch size or the number of samples differ between ranks.
+            the batch size or the data differ between ranks.
         TypeError: the data set has no length, the model is not a module, or a metric is not a function.
         PhotinusError: another rank failed; the message names it.
     """
@@ -127,8 +127,7 @@ def evaluate(
     names = sorted(metrics, key=str)  # whatever order this rank's dict has
     objects = {name: metrics[name] for name in names if is_metric_object(metrics[name])}
     alike: dict[str, Any] = {"metrics": [*map(str, names)], "objects": [*map(str, objects)]}
-    alike |= {"batch_size": forwards.batch_size, "samples": forwards.samples}
-    check_alike(alike, "the ranks were given different things to evaluate")
+    forwards.compare(alike, "the ranks were given different things to evaluate", "data to evaluate")
     sums = {name: _Sums(name, metrics[name]) for name in names if name not in objects}
 
     def add(pair: Any, batch: Batch) -> Any:

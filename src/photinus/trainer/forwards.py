@@ -7,7 +7,7 @@ has a block, but for the last round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import CollectiveError
 from ..parallel import strategy_of
+from ..parallel.exchange.agreement import JSON, check_alike
 from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
 from .checkpoint.states import unwrap
 from .data.arguments import whole_number
-from .data.loader import Batch, Loader, loader
+from .data.loader import Batch, Loader, make_loader
 from .data.sampler import ShardedOnce
 from .optimizer_modes import evaluating_weights
 from .session.session import Session
@@ -54,11 +55,18 @@ class Forwards:
             catch_up()
         size = _default_size(dataset) if batch_size is None else batch_size
         self.batch_size, device = whole_number("batch_size", size, least=1), session.device
-        self._batches = loader(dataset, batch_size=self.batch_size, train=False, seed=0, device=device, place=(0, 1))
+        self._batches = make_loader(
+            dataset, batch_size=self.batch_size, train=False, seed=0, device=device, place=(0, 1)
+        )
         self.samples = self._batches.samples
         if self.samples == 0:
             raise ValueError(f"the data set ({type(self._batches.dataset).__name__}) to {what} on is empty")
         self.error: Exception | None = None
+
+    def compare(self, alike: Mapping[str, JSON], complaint: str, what: str) -> None:
+        """Raise ValueError on all ranks if they were given different things: arguments, a data set."""
+        check_alike({"batch_size": self.batch_size, "samples": self.samples, **alike}, complaint)
+        self._batches.compare_samples(what)
 
     def rounds(
         self, forward: Callable[[nn.Module, Any], Any], use: Callable[[Any, Batch], T]

@@ -187,6 +187,7 @@ class Loop:
         alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
         alike["shards"] = self._loader.shards
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
+        self._loader.compare_samples("training data")
         self._replicas = Replicas(session, models, optimizers)
         wrapped = [unwrap_compiled(each) for each in models if exchanges_gradients(each)]
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..parallel.exchange.agreement import check_alike, together
+from ..parallel.exchange.agreement import together
 from .checkpoint.durable import DurableFile, replacing
 from .data.arguments import explains_unknown
 from .data.loader import Batch
@@ -57,7 +57,7 @@ def predict(
 
     Raises:
         ValueError: the data set is empty, an output does not have one row per sample, outputs of different blocks do
-            not fit together, or arguments differ between ranks.
+            not fit together, or arguments or data differ between ranks.
         TypeError: an output is not a tensor, or a structure of tensors.
         PhotinusError: another rank failed; the message names it.
     """
@@ -71,9 +71,8 @@ def predict(
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise ValueError(f"out={str(path)!r} is a folder, but a file is needed")
-    alike: dict[str, Any] = {"batch_size": forwards.batch_size, "samples": forwards.samples}
-    alike |= {"on_all_ranks": on_all_ranks, "out": path is not None}
-    check_alike(alike, "the ranks were asked for different predictions")
+    alike = {"on_all_ranks": on_all_ranks, "out": path is not None}
+    forwards.compare(alike, "the ranks were asked for different predictions", "data to predict")
     parts: list[Outputs] = []
     with ExitStack() as stack:
         take: Callable[[Outputs], object] = parts.append

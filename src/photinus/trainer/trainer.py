@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from ..parallel import find_strategy, strategy_of, unwrap_compiled
-from ..parallel.exchange.agreement import JSON
+from ..parallel.exchange.agreement import JSON, check_alike
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..words import hint
 from .averages import Average
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if
-from .data.loader import loader
+from .data.loader import Loader, make_loader
 from .early_stopping import EarlyStopping
 from .evaluation import Metric, check_functions, evaluate
 from .forwards import Data
@@ -203,9 +203,10 @@ class Trainer:
         Raises:
             ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.
         """
+        to_validate: Loader | None = None
         if valid_set is not None:
             # Not only at the end of the first epoch.
-            to_validate = loader(valid_set, batch_size=1, train=False, place=(0, 1))
+            to_validate = make_loader(valid_set, batch_size=1, train=False, place=(0, 1))
             if to_validate.samples == 0:
                 kind = type(to_validate.dataset).__name__
                 raise ValueError(f"valid_set ({kind}) is empty; None leaves validation out")
@@ -219,6 +220,12 @@ class Trainer:
                 self._scaler = self._scaler or torch.amp.GradScaler(session.device.type)
                 self._loop_options["state"] = {**self._loop_options["state"], "scaler": self._scaler}
             batch_size = self._batch_size
+            check_alike(
+                {"valid_set": None if to_validate is None else to_validate.samples},
+                "the ranks were given different data",
+            )
+            if to_validate is not None:  # not only in the first validation
+                to_validate.compare_samples("validation data")
             loop = Loop(model, optimizer, train_set, batch_size=batch_size, **self._loop_options, _body=self._body)
             if not (loop.finished or unwrap(model).training):  # else parts that are in eval mode stay so
                 model.train()

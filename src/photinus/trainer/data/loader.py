@@ -24,9 +24,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,22 @@ from torch.utils.data import default_collate as torch_collate
 from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
 from ...job.world import World
-from ...parallel.exchange.agreement import place_in_group
+from ...parallel.exchange.agreement import JSON, check_alike, place_in_group, together
 from ...parallel.exchange.collectives import control_device
 from ...parallel.exchange.tensors import map_tensors, move_tensors
 from . import rng
 from .arguments import check_dataset, explains_unknown, indexable, taken_apart, whole_number
 from .rng import check_seed
+from .same_data import compare_samples
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .stream import Piece, Reader, State, StreamShares, is_stream
 from .workers import Fetch, Request, WorkerStart, identity, start_workers
 
+T = TypeVar("T")
+
 _SHARED_MEMORY = "/dev/shm"
+_SETTINGS = ("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "shards")
+_LATE_S = 30.0  # a sample that is only to be compared
 
 _loaded: str | None = None  # the file from which `photinus.load` brought back an optimizer, so that a training goes on
 _running: Loader | None = None  # whose plain pass handed out a batch that is being worked on
@@ -132,15 +137,44 @@ def loader(
         device: device to which the tensors of a batch move, through pinned memory if it is a GPU. Default: they do not
             move; a `photinus.Loop` moves them to its own.
         place: (rank, world_size) of the ranks that share the dataset. Default: torch.distributed's if it is
-            initialized, else the launcher's.
+            initialized, else the launcher's. (0, 1) gives the whole dataset to this rank alone.
+
+    All ranks of a process group call it together, unless `place` has fewer: they compare their settings, and a few
+    samples of their data. (Of streams only the settings.)
 
     Raises:
         TypeError: not a dataset, or a stream for validation; an argument has a wrong type, or no function has it; or
             batch_size is missing.
-        ValueError: batch size, world size and dataset do not fit each other.
+        ValueError: batch size, world size and dataset do not fit each other; or the ranks have different data.
     """
     settings: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     settings |= {"collate_fn": collate_fn, "num_workers": num_workers, "shards": shards}
+    ranks = place_in_group()[1]
+    is_shared = ranks > 1 and (place is None or (isinstance(place, tuple) and place[1:] == (ranks,)))
+    with together("making a loader") if is_shared else nullcontext():
+        batches = make_loader(dataset, train=train, seed=seed, device=device, place=place, **settings)
+    if is_shared:
+        alike: dict[str, JSON] = {"train": train, "samples": batches.samples, "batch_size": batches.batch_size}
+        if train:
+            shares = batches.shares
+            alike |= {"seed": batches.seed, "shuffle": shares.shuffle, "drop_last": shares.drop_last}
+            alike["shards"] = batches.shards
+        check_alike(alike, "the ranks were given different loaders")
+        batches.compare_samples("training data" if train else "data")
+    return batches
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    train: bool = True,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    place: tuple[int, int] | None = None,
+    **settings: Any,
+) -> Loader:
+    """Return a loader as `loader` does, without a word to the other ranks."""
+    settings = {**dict.fromkeys(_SETTINGS), **settings}
     of_workers: Mapping[str, Any] = {}
     if isinstance(dataset, (DataLoader, Loader)):
         dataset, found, of_workers = _parts_of(dataset)
@@ -171,7 +205,7 @@ def loader(
     settings["num_workers"] = whole_number("num_workers", settings["num_workers"] or 0)
     rank, world_size = place
     seed = check_seed(rng.session_seed if seed is None else seed)
-    samples = 0 if streams else len(dataset)  # type: ignore[arg-type]
+    samples = 0 if streams else len(dataset)
     shares: GlobalBatches | ShardedOnce | StreamShares
     if streams:
         shares = StreamShares(
@@ -324,6 +358,22 @@ class Loader:
         is_over = not isinstance(self.shares, StreamShares) and batch >= len(self)
         self._next = self._position = (epoch + 1, 0) if is_over else (epoch, batch)
         self._is_placed = True
+
+    def compare_samples(self, what: str) -> None:
+        """Raise ValueError on all ranks of the group if a few samples of their data differ. All ranks call it."""
+        if place_in_group()[1] > 1 and not isinstance(self.shares, StreamShares):
+            compare_samples(what, self.dataset, self._described)
+
+    def _described(self, requests: Sequence[Request], describe: Callable[[list[Any]], T]) -> Iterator[T]:
+        """Yield what a function makes of some samples; where workers load the data, one of them fetches the samples."""
+        fetch = Fetch(self.dataset, describe, 0)
+        if self._tensors is not None or not self._num_workers:
+            return (fetch[request] for request in requests)
+        options = {**self.of_workers, "persistent_workers": False, "timeout": min(self._timeout_s, _LATE_S)}
+        options["worker_init_fn"] = WorkerStart(self.of_workers.get("worker_init_fn"))
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        one: Any = {"batch_size": None, "sampler": requests, "num_workers": 1, "generator": generator}
+        return start_workers(DataLoader(fetch, collate_fn=identity, **one, **options))  # type: ignore[arg-type]
 
     @property
     def shards(self) -> int:
@@ -600,7 +650,7 @@ def train_batches(
 ) -> Loader:
     """The batches that the rank at a place trains on, on its device: of a data set, or of a loader of this place."""
     if not isinstance(train_set, Loader):
-        return loader(train_set, batch_size=batch_size, device=device, place=place)
+        return make_loader(train_set, batch_size=batch_size, device=device, place=place)
     # Parts of a validation set differ in their number of batches: ranks would wait for each other for ever.
     shares = train_set.shares
     if isinstance(shares, ShardedOnce):

@@ -226,6 +226,9 @@ def init(
             f"photinus: {ranks} on {count} host{'s' if count > 1 else ''}, device {chosen_device.type} "
             f"({device_reason}), backend {chosen_backend} ({backend_reason})"
         )
+        if seed is None and session.world_size > 1:
+            what = "what the script draws at random, such as a split of the data, may differ on each rank"
+            say(f"note: photinus.init() has no seed=, so {what}")
     return session
 
 
