@@ -44,7 +44,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3468,
+    "backend": 3489,
     "cli": 1480,
     "compat": 844,
     "job": 3387,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,22 @@ def _raises(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_missing_ranks_are_named_within_the_timeout(tmp_path: Path) -> None:
-    results = run_ranks(
-        f"{__name__}:_incomplete", world_size=2, timeout_s=60, arguments={"store": str(tmp_path / "store")}
-    )
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_missing_ranks_are_named_by_all_within_the_timeout(tmp_path: Path, kind: str) -> None:
+    """Also where rank 0 waits for all ranks in torch's store over TCP, which says only how many there are."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    timeout_s = {"file": 2, "tcp": 8}[kind]  # in which rank 0 also leaves torch's store
+    places = {"store": str(tmp_path / "store"), "port": port, "kind": kind, "timeout_s": timeout_s}
+    results = run_ranks(f"{__name__}:_incomplete", world_size=2, timeout_s=60, arguments=places)
     for value in values(results):
         assert value["error"].startswith("CollectiveTimeoutError"), value
         assert "ranks 2, 3 did not join" in value["error"]
-        assert value["seconds"] < 8
+        assert value["seconds"] < 2 * timeout_s + 4
 
 
-def _incomplete(rank: int, world_size: int, store: str) -> dict[str, Any]:
+def _incomplete(rank: int, world_size: int, store: str, port: int, kind: str, timeout_s: float) -> dict[str, Any]:
     import time
     from datetime import timedelta
 
@@ -112,9 +118,9 @@ def _incomplete(rank: int, world_size: int, store: str) -> dict[str, Any]:
         time.sleep(0.01)
     started = time.monotonic()
     try:
-        dist.init_process_group(
-            "photinus", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(seconds=2)
-        )
+        url = f"file://{store}" if kind == "file" else f"tcp://127.0.0.1:{port}"
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("photinus", init_method=url, rank=rank, world_size=4, timeout=timeout)
         error = "no error"
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"

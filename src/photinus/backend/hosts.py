@@ -50,6 +50,7 @@ LOOPBACK = "127.0.0.1"
 # Ranks of one host come within milliseconds; later each look costs the server of the store, for every rank.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1
+_WELCOME_S = 2.0  # within which rank 0 answers where it can, or a quarter of the timeout
 _SHOWN = 8  # ranks with their pids, or hosts, in a message
 
 _addresses: list[str] = []  # by this process's first group over several hosts; it has one listener for all
@@ -237,9 +238,15 @@ def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[
 
 def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
     # A welcome for an earlier hello of this rank must not count.
-    nonce = secrets.token_hex(8)
+    nonce, began_s = secrets.token_hex(8), time.monotonic()
     store.set(f"hello/{joining.rank}", nonce)
-    joining.until(lambda: store.check([f"welcome/{nonce}"]))
+
+    def missing() -> list[int]:
+        if joining.is_world and time.monotonic() - began_s > min(_WELCOME_S, joining.timeout_s / 4):
+            _release_rank_0(store, joining.world_size)
+        return [0]
+
+    joining.until(lambda: store.check([f"welcome/{nonce}"]), missing)
     session = store.get(f"welcome/{nonce}").decode()
     reply = {"member": asdict(me), "group": joining.members, "call": joining.call}
     store.set(f"session/{session}/{joining.rank}", json.dumps(reply))
@@ -247,6 +254,20 @@ def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
     if "refused" in plan:
         raise MismatchError(f"{joining.who}: {plan['refused']}")
     return Meeting(**{**plan, "members": tuple(map(_member, plan["members"]))})
+
+
+def _release_rank_0(store: Store, world_size: int) -> None:
+    """Let rank 0 go on if it waits in torch's store for all ranks, where nobody says which are missing.
+
+    That store counts clients. One rank connects once more for each that has not joined, and rank 0 comes here.
+    """
+    server = _without_prefix(store)
+    if not isinstance(server, TCPStore) or store.add("released", 1) != 1:
+        return
+    joined = sum(store.check([f"hello/{rank}"]) for rank in range(1, world_size))
+    clients: list[TCPStore] = []  # kept until all are counted
+    for _ in range(world_size - 1 - joined):
+        clients.append(TCPStore(server.host, server.port, world_size, is_master=False))
 
 
 def _await(store: Store, joining: Joining, session: str, part: str) -> dict[str, Any]:
@@ -341,12 +362,12 @@ class Joining:
         world: engine.Communicator | None = None,
     ) -> None:
         self.rank, self.world_size, self.name = rank, world_size, name
-        self.members = list(members or range(world_size))
+        self.is_world, self.members = not members, list(members or range(world_size))
         call, site = "new_group" if members else "init_process_group", engine.call_site()
         self.call = f"{call} called at {site}" if site else call
         # The launcher writes ends of ranks without the prefixes of groups.
         self._store = _without_prefix(store)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._began_s = self._look_at_s = time.monotonic()
         self._look_at_s += _LOOK_EVERY_S
         self._has_spoken = False
@@ -385,7 +406,7 @@ class Joining:
         while not is_done():
             now = time.monotonic()
             # Seldom, as it may ask the store about every rank.
-            if now >= self._look_at_s or now - self._began_s >= self._timeout_s:
+            if now >= self._look_at_s or now - self._began_s >= self.timeout_s:
                 self._look_at_s = now + _LOOK_EVERY_S
                 self._look(missing(), came(), now - self._began_s)
             time.sleep(pause_s)
@@ -407,9 +428,9 @@ class Joining:
                 f"{'it' if len(ranks) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank must join. Did "
                 f"the script exit early there (sys.exit, a branch that returns)?"
             )
-        if waited_s >= self._timeout_s:
+        if waited_s >= self.timeout_s:
             raise CollectiveTimeoutError(
-                f"{self.who}: the group was not complete within {self._timeout_s:g} s: "
+                f"{self.who}: the group was not complete within {self.timeout_s:g} s: "
                 f"{name_ranks(missing)} did not join{there}. "
                 f"This rank waited in {self.call}. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
                 f"WORLD_SIZE (or init_method), make the same groups in the same order on every rank, or raise the "
@@ -420,7 +441,7 @@ class Joining:
             line = (
                 f"photinus: rank {self.rank} of {self.world_size} has been waiting for {waited_s:.0f} s for "
                 f"{name_ranks(missing)} to join group {self.name}{there}; {self.call}; it gives up in "
-                f"{self._timeout_s - waited_s:.0f} s"
+                f"{self.timeout_s - waited_s:.0f} s"
             )
             print(line, file=sys.stderr, flush=True)
 
