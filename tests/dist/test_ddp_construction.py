@@ -47,13 +47,18 @@ def check_parameters_and_buffers_become_those_of_rank_0(group: dist.ProcessGroup
     model.register_buffer("steps", torch.tensor([group.rank()]))
     model.register_buffer("flags", torch.tensor([group.rank() == 0, True]))
     model.register_buffer("mine", torch.tensor([group.rank()]))
+    model.register_buffer("conjugate", torch.tensor([1 + 2j + group.rank()]).conj())
+    model.register_buffer("negative", torch.tensor([1 + 2j + 1j * group.rank()]).conj().imag)
     model._ddp_params_and_buffers_to_ignore = ["mine", "wide.bias"]
     own = model.wide.bias.clone()
     ddp = DistributedDataParallel(model, process_group=group)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in ("mine", "wide.bias"):
-            assert_equal_on_all_ranks(tensor.double() if not tensor.is_complex() else tensor, group)
+            assert_equal_on_all_ranks(tensor.double() if not tensor.is_complex() else tensor.resolve_conj(), group)
     assert model.steps.item() == 0
+    assert model.conjugate.is_conj()
+    assert model.negative.is_neg()
+    assert (model.conjugate.item(), model.negative.item()) == (1 - 2j, -2)
     assert model.mine.item() == group.rank()
     assert torch.equal(model.wide.bias, own)
     ddp(batch(group)).backward()

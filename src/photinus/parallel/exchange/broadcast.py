@@ -71,6 +71,9 @@ def copy_each(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Non
     """Copies each tensor into the one at its place in `to`. On a GPU each dtype takes one kernel."""
     of_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, tensor in zip(to, source, strict=False):
+        if target.is_conj() or target.is_neg():  # a lazy conjugate or negative, into which foreach cannot write
+            target.copy_(tensor)
+            continue
         targets, tensors = of_dtype.setdefault(target.dtype, ([], []))
         targets.append(target)
         tensors.append(tensor)

@@ -207,7 +207,7 @@ class ParameterPieces:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in the order in which they lie: one dimension, no copy unless there are gaps between them."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # lazy ones cannot be read as bytes
     if tensor.is_contiguous():
         return tensor.view(-1)
     if dense_strides(tensor) == tensor.stride():
