@@ -64,6 +64,7 @@ print("filters", warnings.filters)
 print("path", sys.path, sys.flags, sys.argv)
 for stream in (sys.stdin, sys.stdout, sys.stderr):
     print(stream.name, stream.mode, stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
+    print(stream.seekable(), stream.buffer.seekable(), stream.isatty(), type(stream.buffer), stream.fileno())
 command = [word.strip() for word in open("/proc/self/cmdline").read().split("\\0")]
 print("command", [word for word in command if "/" not in word and not word.isdecimal()], len(command))
 print("original", len(sys.orig_argv), sys.orig_argv[0], open("/proc/self/comm").read())

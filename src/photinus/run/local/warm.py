@@ -18,6 +18,7 @@ import ctypes
 import gc
 import importlib
 import importlib.machinery
+import io
 import json
 import os
 import select
@@ -202,6 +203,8 @@ class _Fresh:
             os.dup2(stream, number)
             while printed:
                 printed = printed[os.write(number, printed) :]
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            _open_again(number, name)
         try:
             os.write(answer, str(os.getpid()).encode())
         except OSError:
@@ -246,6 +249,21 @@ class _Fresh:
         ):
             if place:  # where /proc hides it, it stays as it is
                 ctypes.memmove(place, b"".join(words).ljust(size, b"\0")[: size - 1], size - 1)
+
+
+def _open_again(number: int, name: str) -> None:
+    """Make a standard stream for what the descriptor is now: Python remembers whether it could seek before."""
+    old = getattr(sys, name)
+    if type(old) is not io.TextIOWrapper or old is not getattr(sys, f"__{name}__"):
+        return
+    is_buffered = not isinstance(old.buffer, io.RawIOBase)
+    file: Any = open(number, "wb" if number else "rb", -1 if is_buffered else 0, closefd=False)  # noqa: SIM115
+    (file.raw if is_buffered else file).name = old.name
+    by_line = old.line_buffering or os.isatty(number)
+    new: Any = io.TextIOWrapper(file, old.encoding, old.errors, "\n", by_line, old.write_through)
+    new.mode = old.mode
+    setattr(sys, name, new)
+    setattr(sys, f"__{name}__", new)
 
 
 def _set_filters(filters: list[Any]) -> None:
