@@ -74,6 +74,31 @@ def lose_the_writer(rank: int, world_size: int, out: str) -> str:
     return "no error"
 
 
+def save_sparse_momentum(rank: int, world_size: int, out: str) -> bool:
+    """Whether the momentum of sparse gradients comes back from a checkpoint that is written beside training."""
+    copies.LEAST_BYTES = 0
+    with photinus.init("gloo", "cpu", seed=3):
+        plain = torch.nn.EmbeddingBag(10, 3, sparse=True)
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+        data = torch.utils.data.TensorDataset(torch.arange(24).reshape(12, 2) % 10)
+        report = photinus.Reporting(progress=False, curves=False)
+        loop = photinus.Loop(model, optimizer, data, batch_size=6, epochs=2, out=out, report=report)
+        for (indices,) in loop:
+            loop.backward(model(indices).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loop.checkpoint is not None
+        another = torch.optim.SGD([torch.nn.Parameter(torch.zeros(10, 3))], lr=0.1, momentum=0.9)
+        photinus.load(loop.checkpoint, optimizer=another)
+        found, wanted = (next(iter(each.state.values()))["momentum_buffer"] for each in (another, optimizer))
+        return found.is_sparse and torch.equal(found.to_dense(), wanted.to_dense())
+
+
+def test_momentum_of_sparse_gradients_is_saved(tmp_path: Path) -> None:
+    function = "tests.dist.test_saving_beside_training:save_sparse_momentum"
+    assert values(run_ranks(function, world_size=2, backend="gloo", arguments={"out": str(tmp_path)})) == [True, True]
+
+
 def test_a_failed_write_is_raised_on_all_ranks(tmp_path: Path) -> None:
     function = "tests.dist.test_saving_beside_training:lose_the_writer"
     errors = values(run_ranks(function, world_size=2, backend="gloo", arguments={"out": str(tmp_path)}))

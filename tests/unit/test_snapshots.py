@@ -25,17 +25,18 @@ class EndedError(Exception):
 
 
 class Table(nn.Module):
-    """Counts in a state that it keeps by reference, as torch's HistogramObserver does."""
+    """Counts in a state that it keeps by reference, as torch's HistogramObserver does; one tensor has two names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.counts = torch.zeros(100_000), torch.zeros(3)
+        self.seen = self.counts
 
     def get_extra_state(self) -> Any:
-        return {"table": self.table, "counts": [self.counts]}
+        return {"table": self.table, "counts": [self.counts], "seen": self.seen}
 
     def set_extra_state(self, state: Any) -> None:
-        self.table, (self.counts,) = state["table"], state["counts"]
+        self.table, (self.counts,), self.seen = state["table"], state["counts"], state["seen"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -117,7 +118,7 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
         state = {**photinus.unwrap(model).state_dict(), "m": [s["exp_avg"] for s in optimizer.state.values()]}
-        state |= {"table": table.table, "counts": table.counts}
+        state |= {"table": table.table, "counts": table.counts, "seen": table.seen}
         return loop, {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
@@ -311,6 +312,41 @@ def test_two_loops_that_take_turns_are_refused(launcher, tmp_path, every):
                 list(zip(loop(f"{other}-1", every), loop(f"{other}-2", other), strict=True))
         for pair in ([loop("c", 0), loop("d", 0)], [loop("e", every), loop("f", every, None)]):
             assert len(list(zip(*pair, strict=True))) == 9
+
+
+def test_a_loop_that_trains_first_after_a_restart_changes_no_bit_of_the_one_that_comes_from_memory(launcher, tmp_path):
+    data = torch.utils.data.TensorDataset(torch.randn(24, 2))
+
+    def run(folder: Path, fail_at: int = 0) -> Any:
+        RunFolder._begun = 0
+        with photinus.init("gloo", device="cpu", seed=2):
+            parts = []
+            for name in ("long", "first"):
+                torch.manual_seed(1)
+                model = nn.Sequential(nn.Dropout(0.4), nn.Linear(2, 7))
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                loop = photinus.Loop(
+                    model, optimizer, data, batch_size=4, steps=9, out=folder / name,
+                    save=photinus.Saving(snapshot_every=1), report=photinus.Reporting(progress=False, curves=False),
+                )  # fmt: skip
+                parts.append((model, optimizer, loop))
+            for (model, optimizer, loop), until in zip(parts[::-1], (4, fail_at), strict=True):
+                for (inputs,) in loop:
+                    if loop.step == until:
+                        if until == fail_at:
+                            raise EndedError
+                        break
+                    loop.backward(model(inputs).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [model.state_dict() for model, _, _ in parts]
+
+    wanted = run(tmp_path / "quiet")
+    with pytest.raises(EndedError):
+        run(tmp_path / "killed", fail_at=6)
+    assert launcher.steps() == [4, 5]
+    launcher.attempt(1)
+    assert_same(run(tmp_path / "killed"), wanted)
 
 
 def test_too_little_memory_gives_one_note_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):

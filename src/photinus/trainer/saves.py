@@ -301,7 +301,8 @@ class Saves:
 
     def _random_numbers(self, saved: list[Mapping[str, Any]], step: int, notes: list[str]) -> Mapping[str, Any]:
         if len(saved) == self._session.world_size:
-            return saved[self._session.rank]
+            own: Mapping[str, Any] = copy_state(saved[self._session.rank])  # another loop may write over a snapshot
+            return own
         notes.append(
             f"saved by {len(saved)} ranks, resumed by {self._session.world_size}: the order of the samples "
             f"goes on exactly, dropout draws new numbers"
@@ -313,7 +314,8 @@ class Saves:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    address: int = own_part(tensor).data_ptr()
+    tensor = own_part(tensor)
+    address: int = tensor.data_ptr() if tensor.layout is torch.strided else 0
     return address
 
 

@@ -114,7 +114,7 @@ class Snapshots:
         Snapshots._holder = self
         try:
             if holder is not None:
-                self._files = holder.let_go()
+                self._files, self._sealed = holder.let_go(), None
             else:
                 self._files = [MemoryFile(path) for path in self._paths[self._session.local_rank]]
             for side, file in enumerate(self._files):

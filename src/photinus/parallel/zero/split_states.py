@@ -158,12 +158,13 @@ def _outline(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
 
 def copy_state(state: Any, device: torch.device | None = None) -> Any:
     """The state with copies of all tensors and values, on `device` or where they are; split ones stay split."""
+    copies: dict[int, torch.Tensor] = {}  # one tensor in two places stays one: who keeps the state may write into it
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        if device is None or is_split(tensor):  # a split tensor has to stay on the device of its group
-            return tensor.clone()
-        return tensor.to(device, copy=True)
+        if id(tensor) not in copies:
+            stays = device is None or is_split(tensor)  # a split tensor has to stay on the device of its group
+            copies[id(tensor)] = tensor.detach().clone() if stays else tensor.detach().to(device, copy=True)
+        return copies[id(tensor)]
 
     return map_state(state, copy_of, copy.deepcopy)
 

@@ -97,7 +97,8 @@ def bytes_held(objects: Iterable[Any]) -> int:
     for value in objects:
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
         tensors += tensors_in(dict(value.state)) if isinstance(value, torch.optim.Optimizer) else []
-        total += sum(own_part(each).nbytes for each in tensors if not is_lazy(each))
+        tensors = [own_part(each) for each in tensors if not is_lazy(each)]
+        total += sum(each.nbytes for each in tensors if each.layout is torch.strided)  # of others torch knows none
     return total
 
 
@@ -318,8 +319,8 @@ def load_into(target: Any, state: Any) -> None:
     if isinstance(target, nn.Module):
         module = inside(target)
         state = plain_names(state, module.state_dict().keys())
-        for name in state.keys() - _names_copied_by_torch(module):
-            state[name] = copy_state(state[name])
+        copied = _names_copied_by_torch(module)
+        state.update(copy_state({name: value for name, value in state.items() if name not in copied}))
         strategy_of(module).load(module, state)
     elif isinstance(target, torch.optim.Optimizer):
         # What its own constructor gave: torch adds a name to the defaults while it loads, and not to the groups.
