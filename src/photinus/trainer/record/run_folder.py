@@ -140,13 +140,17 @@ class RunFolder:
 
     def _lacks_its_checkpoint(self, snapshot: Kept) -> bool:
         """Return whether the disk has no checkpoint that is as new as the last one that was begun before."""
+        return self._newest_step() < snapshot.saved_step
+
+    def _newest_step(self) -> int:
         readable = [] if self.path is None else CheckpointFolder(self.path / CHECKPOINTS)._readable()
-        return max((manifest.step for _, manifest in readable), default=-1) < snapshot.saved_step
+        return max((manifest.step for _, manifest in readable), default=-1)
 
     def _would_lose_a_row(self, snapshot: Kept) -> bool:
-        """Return whether `best` compares a row whose weights were in the checkpoint that the disk lacks."""
+        """Return whether `best` compares a row whose weights were in the checkpoint (of its step, or of a later one for
+        which gradients waited) that the disk lacks."""
         rows = [row["step"] for row in snapshot.content["position"]["history"]]
-        return self._best is not None and snapshot.saved_step in rows and self._lacks_its_checkpoint(snapshot)
+        return self._best is not None and any(self._newest_step() < step <= snapshot.saved_step for step in rows)
 
     def begin(self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None) -> None:
         """The run begins, or goes on, at this position: makes its folder ready, where there is something left to do.
