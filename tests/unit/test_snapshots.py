@@ -360,6 +360,28 @@ def test_too_little_memory_gives_one_note_and_training_goes_on(launcher, tmp_pat
     assert launcher.steps() == []
 
 
+def test_a_state_that_outgrows_the_memory_gives_one_note_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
+    class Growing:
+        seen = torch.zeros(0)
+
+        def state_dict(self) -> Any:
+            self.seen = torch.zeros(len(self.seen) + 50_000)
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.seen = state["seen"]
+
+    def free() -> int:
+        return 4_000_000 - sum(os.fstat(each).st_blocks * 512 for each in launcher.descriptors)
+
+    monkeypatch.setattr(snapshots, "free_memory", free)
+    loop, _ = train(tmp_path, epochs=4, state={"growing": Growing()})
+    assert loop.finished
+    note = "note: no snapshots in memory: rank 0: the state grew from "
+    assert capsys.readouterr().out.count(note) == 1
+    assert loop._snapshots._count > 2
+
+
 @pytest.mark.parametrize(("every", "lines"), [(1, 1), (None, 0)])
 def test_without_our_launcher_there_are_no_snapshots_and_one_line_if_they_were_asked_for(
     launcher, tmp_path, monkeypatch, capsys, every, lines

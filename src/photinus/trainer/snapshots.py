@@ -67,7 +67,7 @@ class Snapshots:
         self._planned_step = self._next = self._count = 0
         self._planned_s = 0.0
         self._costs = _Costs()
-        self._host_bytes = 0  # of two copies; 0 before the first snapshot
+        self._bytes = self._host_bytes = 0  # of this rank's first copy, and two of its host; 0 before it
         self._error = ""
         self._is_on = run != "" and every != 0
         if not self._is_on:
@@ -220,6 +220,7 @@ class Snapshots:
         if copy is None or not self._is_on:
             return
         try:
+            self._check_growth(copy, self._files[self._target])
             copy.take(self._files[self._target])
             copy.seal_beside()
         except (OSError, RuntimeError, ValueError) as error:
@@ -240,6 +241,7 @@ class Snapshots:
             "has": sum(file.allocated_bytes for file in self._files),
             "free": free_memory(),
         }
+        self._bytes = mine["needed"] // 2
         everyone = gather_per_rank(mine)
         for host in dict.fromkeys(each["host"] for each in everyone):
             there = [each for each in everyone if each["host"] == host]
@@ -250,6 +252,15 @@ class Snapshots:
                 self._turn_off(
                     f"two copies need {size(needed)} of memory on host {host[0]}, which has {size(free)} free"
                 )
+
+    def _check_growth(self, copy: Copy, file: MemoryFile) -> None:
+        """Raises ValueError where the state has grown since, and no longer fits; other ranks' grow like this one's."""
+        growth = (copy.bytes - file.allocated_bytes) * self._host_bytes // (2 * max(1, self._bytes))
+        if copy.bytes > self._bytes and growth > _MOST_OF_MEMORY * (free := free_memory()):
+            raise ValueError(
+                f"the state grew from {size(self._bytes)} to {size(copy.bytes)}, and {size(growth)} more do not fit "
+                f"into the memory of host {self._session.host}, which has {size(free)} free"
+            )
 
     def _most(self, values: tuple[float, ...]) -> list[float]:
         """The largest of each value over the ranks."""
