@@ -16,7 +16,7 @@ from torch import nn
 import photinus
 from photinus.parallel import strategy_of
 from tests.ranks import run_ranks, values
-from tests.small_run import QUIET
+from tests.small_run import QUIET, points
 
 SPLIT = ["zero2", "zero3"]
 _WIDTH = 260  # so that layers are units
@@ -216,3 +216,38 @@ def test_a_split_optimizer_saves_all_states_and_changes_all_parameters(tmp_path:
         assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 4
         assert found["evaluated"] == [7.0] * 4
         assert "state of optimizer 1 for parameter 0=digest" in found["state of one rank"]
+
+
+def groups_added(rank: int, world_size: int, out: str) -> dict[str, bool]:
+    def run(strategy: str, place: Path | None, cut_at: int = 0) -> Any:
+        with photinus.init("auto", "cpu", seed=1):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+            optimizer: Any = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
+            model, optimizer = photinus.wrap(net, optimizer, strategy=strategy)
+            save = photinus.Saving(every_steps=2)
+            loop = photinus.Loop(
+                model, optimizer, points(), batch_size=12, epochs=2, out=place, save=save, report=QUIET
+            )
+            for inputs, targets in loop:
+                if loop.step == 2:
+                    optimizer.add_param_group({"params": photinus.trainer.unwrap(model)[0].parameters(), "lr": 0.05})
+                loop.backward(nn.functional.cross_entropy(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+                if loop.step == cut_at:
+                    break
+            return photinus.predict(model, points(8), on_all_ranks=True).tolist()
+
+    found = {}
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        run(strategy, Path(out, strategy), cut_at=5)
+        found[strategy] = run(strategy, Path(out, strategy)) == run(strategy, None)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_parameter_groups_that_a_run_added_come_back_under_each_strategy(tmp_path: Path) -> None:
+    function, arguments = f"{__name__}:groups_added", {"out": str(tmp_path)}
+    for found in values(run_ranks(function, world_size=2, backend="photinus", timeout_s=110, arguments=arguments)):
+        assert found == dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), True)

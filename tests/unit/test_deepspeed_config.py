@@ -68,7 +68,7 @@ GIVEN = {
     "gradient_accumulation_steps": 3,
     "bf16": True,
 }
-SMALL = {"train_batch_size": 8}
+SMALL = {"train_batch_size": 8, "dataloader_drop_last": True}
 
 
 def read(content, **options):
@@ -108,7 +108,7 @@ def test_hugging_faces_auto_is_filled_from_what_the_caller_gives(capsys):
     )
     told = capsys.readouterr().out
     assert "steps_per_print has no effect here" in told
-    assert "wall_clock_breakdown" not in told  # it is off
+    assert "wall_clock_breakdown is always on here" in told  # though the file says false
 
 
 def test_an_auto_that_nobody_gave_is_named_with_what_to_write():
@@ -263,6 +263,7 @@ def test_what_has_another_kind_or_range_is_refused_by_name_before_any_work(chang
 
 def test_whole_floats_nulls_and_a_byte_order_mark_are_understood(tmp_path):
     content = {
+        "dataloader_drop_last": False,
         "train_batch_size": 8.0, "gradient_clipping": None, "bf16": None, "steps_per_print": "auto",
         "zero_optimization": {"stage": 2.0, "reduce_bucket_size": None, "overlap_comm": "auto", "offload_param": None},
         "optimizer": {"type": "AdamW", "params": {"lr": None, "fused": None}}, "scheduler": None,
@@ -287,6 +288,25 @@ def test_what_is_switched_off_is_not_refused():
     zero = {"stage": 2, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1, "cpu_offload": False}
     config = read({**SMALL, **off, "zero_optimization": zero, "fp16": {"enabled": False}})
     assert (config.strategy, config.notes) == ("zero2", ())
+
+
+def test_a_flag_that_is_off_without_an_effect_has_a_line_too():
+    off = {"wall_clock_breakdown": False, "sparse_gradients": False, "csv_monitor": {"enabled": False}}
+    off |= {"tensorboard": {"enabled": False}, "amp": False}  # these are off here, too
+    config = read({**SMALL, **off, "zero_optimization": {"stage": 2, "overlap_comm": False}, "fp16": False})
+    named = [note.split()[0] for note in config.notes]
+    assert named == ["wall_clock_breakdown", "sparse_gradients", "csv_monitor", "zero_optimization.overlap_comm"]
+
+
+def test_a_default_of_the_loader_that_differs_from_deepspeeds_has_a_line():
+    config = read({"train_batch_size": 8})
+    assert config.loader_options()["drop_last"] is None
+    assert config.notes[0].startswith(
+        "dataloader_drop_last is not given: here the last, short batch of an epoch is left"
+    )
+    for given in (True, False):
+        config = read({"train_batch_size": 8, "dataloader_drop_last": given})
+        assert (config.notes, config.loader_options()["drop_last"]) == ((), given)
 
 
 def test_bucket_sizes_are_mapped_where_the_strategy_has_buckets():

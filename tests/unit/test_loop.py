@@ -1465,3 +1465,37 @@ def test_rows_between_two_steps_of_the_optimizer_are_warned_of_where_the_best_is
 
     with pytest.warns(UserWarning, match=r"best='right': 3 rows came before one step .* only the last .* \(step 3\)"):
         train()
+
+
+@pytest.mark.parametrize("known", [True, False])  # checkpoints of earlier versions did not have the names
+def test_parameter_groups_that_a_run_added_come_back_or_the_error_says_what_to_do(
+    tmp_path: Path, world: Any, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        monkeypatch.setattr("photinus.trainer.record.settings.Settings.parameters", lambda self: {})
+
+    def run(out: Path | None, cut_at: int = 0) -> list[float]:
+        torch.manual_seed(0)
+        net = Net(0.0)
+        optimizer = torch.optim.SGD(net[4].parameters(), lr=0.1, momentum=0.9)
+        save = Saving(every_steps=1)
+        loop = photinus.Loop(net, optimizer, points(), batch_size=8, epochs=2, out=out, report=QUIET, save=save)
+        for inputs, targets in loop:
+            if loop.step == 3:
+                optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.05})
+            loop.backward(torch.nn.functional.cross_entropy(net(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if loop.step == cut_at:
+                break
+        return [value for parameter in net.parameters() for value in parameter.flatten().tolist()]
+
+    run(tmp_path, cut_at=6)
+    if known:
+        run(tmp_path, cut_at=9)
+        assert run(tmp_path) == run(None)
+    else:
+        with pytest.raises(
+            CheckpointError, match=r"1 parameter groups here, and 2 in .* Add them before photinus\.Loop"
+        ):
+            run(tmp_path)

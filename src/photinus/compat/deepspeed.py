@@ -56,7 +56,7 @@ class DeepSpeedConfig:
         drop_last: whether the last, short batch of an epoch is left out; None where it is not said.
         optimizer: (class of torch.optim, its arguments), None where the configuration names none.
         scheduler: (DeepSpeed's name, its parameters), None where it names none.
-        notes: a line for each key in force that has no effect here, and why.
+        notes: a line for each key in force that has no effect here, and why; for flags that are off, too.
     """
 
     train_batch_size: int
@@ -142,6 +142,11 @@ def deepspeed_config(
     auto = _check_auto({name: value for name, value in (auto or {}).items() if value is not None})
     notes: list[str] = []
     keys = read(content, "", ROOT, auto, notes)
+    if keys.get("dataloader_drop_last") is None:
+        notes.append(
+            "dataloader_drop_last is not given: here the last, short batch of an epoch is left out (of a stream it is "
+            "kept), and DeepSpeed keeps it. Give true or false"
+        )
     strategy, strategy_options = _zero(
         read(keys.get("zero_optimization", {}), "zero_optimization.", ZERO, auto, notes), notes
     )

@@ -54,10 +54,10 @@ def _object_or_flag(use: Kind) -> Kind:
     )
 
 
-_NO_EFFECT = "has no effect here"
+_NO_EFFECT, _ALWAYS_ON = "has no effect here", "is always on here"
 _NOTED = {
     "steps_per_print": "has no effect here: progress is shown for every step, and losses.csv holds each of them",
-    "wall_clock_breakdown memory_breakdown": "is always on here: see `photinus top` and `photinus report`",
+    "wall_clock_breakdown memory_breakdown": f"{_ALWAYS_ON}: see `photinus top` and `photinus report`",
     "zero_allow_untested_optimizer": "has no effect here: every optimizer of torch.optim is allowed",
     "zero_force_ds_cpu_optimizer dump_state disable_allgather use_node_local_storage timers": _NO_EFFECT,
     "prescale_gradients gradient_predivide_factor": f"{_NO_EFFECT}: gradients are averaged in one way on every rank",
@@ -70,7 +70,7 @@ _NOTED = {
     "tensorboard": "has no effect here: give the Trainer report=photinus.Reporting(loggers=[photinus.TensorBoard()])",
     "wandb": "has no effect here: give the Trainer report=photinus.Reporting(loggers=[photinus.Wandb(...)])",
     "comet": "has no effect here: log in a callback of the Trainer",
-    "csv_monitor": "is always on here: metrics.csv and losses.csv",
+    "csv_monitor": f"{_ALWAYS_ON}: metrics.csv and losses.csv",
     "aio": "has no effect here: nothing is moved to a disk",
     "checkpoint load_universal_checkpoint": "has no effect here: see `photinus.Loop` for when and where checkpoints "
     "are saved; each loads at any world size and strategy",
@@ -154,7 +154,7 @@ FP16 = _table(
     | dict.fromkeys(("initial_scale_power", "loss_scale_window"), _POWER),
     {
         "hysteresis consecutive_hysteresis min_loss_scale": f"{_NO_EFFECT}: the scale is halved at once",
-        "auto_cast": "is always on here: forward and loss run under torch.autocast",
+        "auto_cast": f"{_ALWAYS_ON}: forward and loss run under torch.autocast",
     },
     {"fp16_master_weights_and_grads": "parameters and optimizer states stay float32"},
 )
@@ -187,7 +187,7 @@ def read(
     Args:
         where: the section's place, such as "zero_optimization.".
         auto: what stands for "auto", by key.
-        notes: takes a line for each key in force that has no effect.
+        notes: takes a line for each key in force that has no effect, and for each flag that is off without one.
 
     Raises:
         ValueError: names the key, what is needed, the reason or the closest known key, and what to do.
@@ -210,7 +210,7 @@ def read(
         if isinstance(entry, Refused) and _in_force(name, value):
             raise ValueError(f"{where}{name} is not supported: {entry}.")
         if isinstance(entry, str) or value is None:
-            notes += [f"{where}{name} {entry}"] * _in_force(name, value)
+            notes += [f"{where}{name} {entry}"] * (_in_force(name, value) or _is_unheard(entry, value))
             continue
         try:
             found[name] = entry(value)
@@ -218,6 +218,12 @@ def read(
             quoted = ", without quotes" * (isinstance(value, str) and entry is not _TEXT)
             raise ValueError(f"{where}{name}: {value!r}, but {error}{quoted}") from None
     return found
+
+
+def _is_unheard(entry: object, value: Any) -> bool:
+    """Return whether a key switches off what nothing switches here. (What is refused is off anyway.)"""
+    is_off = value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
+    return isinstance(entry, Noted) and is_off and (value is False or entry.startswith(_ALWAYS_ON))
 
 
 def _in_force(name: str, value: Any) -> bool:

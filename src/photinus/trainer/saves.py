@@ -225,6 +225,7 @@ class Saves:
 
     def _facts(self, position: Position) -> dict[str, Any]:
         run: dict[str, Any] = {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)}
+        run["now"] = {"parameters": self._settings.parameters()}
         run["training"] = [*map(is_training, self._switching)]
         return {"position": position.to_dict(time.perf_counter() - self._session.aside_s), "run": run}
 
@@ -245,7 +246,7 @@ class Saves:
             if missing:
                 raise CheckpointError(f"{path} is not a checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
-            before, given = content["run"], content["run"]["given"]
+            before, given = content["run"], {**content["run"]["given"], **content["run"].get("now", {})}
             if checkpoint.format < 2:
                 position.count_steps_of(before.get("accumulate", 1))
             samples_done = position.batches_done * before["batch_size"]
@@ -253,7 +254,6 @@ class Saves:
             position.batches_done = samples_done // self._spec.batch_size
             stream = copy_state(content.get(_STREAM))  # what is loaded may be kept by reference
             self._batches.load_stream(stream, position.epochs_done, position.batches_done)
-            content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
             others = {name: state for name, state in content.items() if name not in {*_OWN, _STREAM}}
             if set(others) != set(self._others):
                 raise CheckpointError(
@@ -261,8 +261,10 @@ class Saves:
                     f"state={sorted(self._others) or None}. Give the same, or begin another run with its weights: "
                     f"photinus.load({str(path)!r}, model=model)"
                 )
-            check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
             states = {_shown(name): item for name, item in others.items()}
+            self._settings.add_groups(given, {"optimizer": content["optimizer"], **states})
+            content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
+            check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
             states = {name: self._settings.in_our_order(name, given, state) for name, state in states.items()}
             changed += self._settings.load(given, states, partial(self._put_back, content, path))
             for optimizer, mode in zip(self._switching, before.get("training", ()), strict=False):

@@ -46,12 +46,50 @@ class Settings:
         self._over = {name: self._optimizers_of(each) for name, each in self._schedulers.items()}
         options = {name: plain(_options(each)) for name, each in self._optimizers.items()}
         self.given = options | {name: plain(each.state_dict()) for name, each in self._schedulers.items()}
-        names = {id(p): own + name for own, model in models.items() for name, p in unwrap(model).named_parameters()}
-        self.given["parameters"] = {
+        self._models = models
+        self.given["parameters"] = self._parameters()
+        self.given["classes"] = {name: _classes(each) for name, each in (self._optimizers | self._schedulers).items()}
+
+    def _parameters(self) -> dict[str, list[list[str]]]:
+        """Return by optimizer the names of the parameters in its groups."""
+        names = {id(p): own + name for own, m in self._models.items() for name, p in unwrap(m).named_parameters()}
+        return {
             name: [[names.get(id(p), "") for p in group["params"]] for group in each.param_groups]
             for name, each in self._optimizers.items()
         }
-        self.given["classes"] = {name: _classes(each) for name, each in (self._optimizers | self._schedulers).items()}
+
+    def parameters(self) -> dict[str, list[list[str]]]:
+        """Return the same, with groups that were added since the start."""
+        names: dict[str, list[list[str]]] = self.given["parameters"]
+        is_same = all(len(each.param_groups) == len(names[name]) for name, each in self._optimizers.items())
+        return names if is_same else self._parameters()  # snapshots ask often
+
+    def add_groups(self, before: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+        """Add the parameter groups that a run had added after its start, as the script would do later.
+
+        Raises:
+            CheckpointError: which parameters they have is not known.
+        """
+        for name, optimizer in self._optimizers.items():
+            theirs, ours = before.get("parameters", {}).get(name, []), self.given["parameters"][name]
+            saved = states[name].get("param_groups", ())
+            if len(saved) <= len(ours):
+                continue
+            by_name = {own + n: p for own, m in self._models.items() for n, p in unwrap(m).named_parameters()}
+            more = theirs[len(ours) :]
+            unnamed = [each for group in more for each in group if each not in by_name]
+            if theirs[: len(ours)] != ours or len(theirs) != len(saved) or unnamed:
+                raise CheckpointError(
+                    f"{name} has {len(ours)} parameter groups here, and {len(saved)} in the checkpoint: were some "
+                    f"added during the run? Add them before photinus.Loop, with the same parameters: "
+                    f"optimizer.add_param_group(...). Or start over with resume='never'."
+                )
+            for names, group in zip(more, saved[len(ours) :], strict=True):
+                options = {key: value for key, value in group.items() if key != "params"}
+                optimizer.add_param_group({**copy_state(options), "params": [by_name[each] for each in names]})
+                place = len(self.given[name])
+                self.given[name] = [*self.given[name], *(before[name][place : place + 1] or [plain(options)])]
+                self.given["parameters"][name] = [*self.given["parameters"][name], names]
 
     def in_our_order(self, name: str, before: Mapping[str, Any], state: Any) -> Any:
         """An optimizer's state with its parameters in the order of this one's: by their names. CheckpointError."""
@@ -83,6 +121,8 @@ class Settings:
             CheckpointError: an optimizer is of another class, or has an option, that cannot step with the state.
         """
         before = {**self.given, **before}  # what was no scheduler then has nothing to compare with
+        for name in self._optimizers:  # nor have groups that were added later
+            before[name] = [*before[name], *self.given[name][len(before[name]) :]]
         for name, optimizer in self._optimizers.items():
             _check_state_holds(name, optimizer, self.given[name], before[name])
         replaced = self._find_replaced(before["classes"])
