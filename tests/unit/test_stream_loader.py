@@ -285,6 +285,83 @@ def test_epochs_are_passed_on_and_a_plain_pass_is_resumed_inside_one() -> None:
         other.load_state_dict(left.state_dict())
 
 
+class Inner:
+    def __init__(self) -> None:
+        self.epoch, self.files, self.place, self.table = 0, [*range(20)], 0, {"read": 0}
+        self.numpy, self.torch = np.random.default_rng(1), torch.Generator().manual_seed(1)
+        self.python, self.old = random.Random(1), np.random.RandomState(1)
+
+
+class Counting(IterableDataset[int]):
+    """Counts its epochs, or draws their order, in some place."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.epoch, self.place, self.inner = how, 0, 0, Inner()
+
+    def order(self) -> list[int]:
+        inner, files = self.inner, self.inner.files
+        self.epoch += self.how == "epoch"
+        inner.epoch += self.how == "inner.epoch"
+        inner.table["read"] += self.how == "inner.table.read"
+        if self.how == "inner.files":
+            random.Random(3).shuffle(files)
+        drawn = {
+            "inner.numpy": lambda: inner.numpy.permutation(20),
+            "inner.torch": lambda: torch.randperm(20, generator=inner.torch),
+            "inner.python": lambda: inner.python.sample(range(20), 20),
+            "inner.old": lambda: inner.old.permutation(20),
+        }
+        shift = self.epoch + inner.epoch + inner.table["read"]
+        return [int(x) + 100 * shift for x in (drawn[self.how]() if self.how in drawn else files)]
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = self.inner.place = 0
+        for x in self.order():
+            self.place += 1
+            self.inner.place += 1
+            yield x
+
+
+class Told(Counting):
+    """Its epochs differ, as it has set_epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+COUNTS = ["epoch", *(f"inner.{name}" for name in ("epoch", "table.read", "files", "numpy", "torch", "python", "old"))]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("how", COUNTS)
+def test_a_stream_that_counts_its_own_epochs_has_a_line_and_is_resumed_exactly(
+    how: str, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def batches() -> Any:
+        return photinus.loader(Counting(how), batch_size=4, num_workers=workers)
+
+    straight = batches()
+    epochs = [[batch.tolist() for batch in straight] for _ in range(3)]
+    assert f"warning: reading Counting changes its {how}. Each epoch" in (told := capfd.readouterr().out)
+    assert told.count("warning") == 1
+    left, again = batches(), batches()
+    assert [batch.tolist() for batch in left] == epochs[0]
+    for number, _ in zip(count(1), left, strict=False):
+        if number == 3:
+            break
+    again.load_state_dict(copy.deepcopy(left.state_dict()))  # in the second epoch, in a new process
+    assert [batch.tolist() for batch in again] == epochs[1][3:]
+    assert [batch.tolist() for batch in again] == epochs[2]
+
+
+def test_a_stream_that_counts_samples_or_is_told_its_epoch_has_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    for dataset in (Counting("none"), Told("epoch"), Told("inner.numpy"), Whole()):
+        batches = photinus.loader(dataset, batch_size=4)
+        epochs = [[batch.tolist() for batch in batches] for _ in range(2)]
+        assert (epochs[0] != epochs[1]) == isinstance(dataset, Told)
+    assert "warning" not in capfd.readouterr().out
+
+
 def test_torch_s_data_loader_over_a_stream_is_taken_apart() -> None:
     torchs: Any = DataLoader(Whole(), 8, num_workers=1)
     assert [batch.tolist() for batch in photinus.loader(torchs)] == [

@@ -31,6 +31,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .arguments import place, whole_number
+from .own_counts import OwnCounts
 from .rng import check_seed, derive_seed, host_streams, seed_host_streams
 from .sampler import part_of
 
@@ -80,6 +81,7 @@ class StreamShares:
         self.shuffle: bool | int = self.buffer or False
         _check(dataset)
         self.is_given = shards is not None
+        self.counts: dict[int, OwnCounts] = {}  # by shard, of the last epoch that this process read
         most = getattr(dataset, "num_shards", None) if splits(dataset) else 1  # datasets has it: the number of files
         self._most = most if isinstance(most, int) else sys.maxsize
         self.cut(min(self.world_size, self._most) if shards is None else shards)
@@ -178,6 +180,8 @@ class Shard:
 
     def _open(self, state: State) -> None:
         dataset, shards = self._shares.dataset, self._shares.shards
+        if self.number in self._shares.counts:
+            self._shares.counts.pop(self.number).put_back()
         self._seed("open")
         if _is_function(dataset):
             getattr(dataset, "set_epoch", id)(self.epoch)  # `id` does nothing to it
@@ -190,6 +194,9 @@ class Shard:
         # The iterator's own state comes first, as torchdata has it; which of them it is, the saved state says.
         if state["of"] == "source":
             source.load_state_dict(copy.deepcopy(state["source"]))
+        self._source = source
+        if not (_is_function(dataset) or type(source).__module__.startswith("datasets.")):
+            self._shares.counts[self.number] = OwnCounts(source)
         try:
             self._iterator: Any = iter(source)
         except TypeError as error:
@@ -230,6 +237,8 @@ class Shard:
             try:
                 self._ahead.append(next(self._iterator))
                 self._read += 1
+                if self._read <= self._begun + 2 and self.number in self._shares.counts:
+                    self._look_at(self._shares.counts[self.number])
             except StopIteration:
                 self._source_ended = True
             except Exception as error:
@@ -237,6 +246,21 @@ class Shard:
                     where = f"sample {self._read} of shard {self.number} of {self._shares.shards}"
                     error.add_note(f"photinus: while reading {where} in epoch {self.epoch}")
                 raise
+
+    def _look_at(self, counts: OwnCounts) -> None:
+        if self._read == self._begun + 1:
+            counts.first_sample_came()
+            return
+        names = counts.second_sample_came()
+        # In the run's first epoch, so once. Who has set_epoch knows the epoch.
+        if names and self._shares.rank == self.number == self.epoch == 0 and not hasattr(self._source, "set_epoch"):
+            kind = type(self._source).__name__
+            print(
+                f"warning: reading {kind} changes its {', '.join(names)}. Each epoch begins with it as it was given, "
+                f"on all ranks and after a resume: a count of epochs or a generator gives each epoch the same order. "
+                f"Give {kind} a method set_epoch(epoch): it is called with 0, 1, ... before each epoch",
+                flush=True,
+            )
 
     def _seed(self, sample: int | str) -> None:
         seed_host_streams(derive_seed(self._shares.seed, "stream", self.epoch, self.number, sample))
