@@ -263,8 +263,9 @@ def test_a_function_of_ones_own_whose_cross_entropy_counts_otherwise_is_asked_fo
         ValueError, match=r"divides by \d, and it has 3 targets: .* Return \(sum, weight\) from loss_fn"
     ):
         loss(scores, torch.tensor([0, 1, 2]))
-    found = Objective(lambda scores, targets: cross_entropy(scores, targets))(scores, torch.tensor([0, 1, 2]))
-    assert found[1] is None
+    for dtype, targets in ((torch.float32, 3), (torch.float32, 1027), (torch.bfloat16, 1027)):  # no bfloat16 is 1027
+        many = torch.randn(targets, 3, dtype=dtype, requires_grad=True)
+        assert Objective(lambda s, t: cross_entropy(s, t))(many, torch.zeros(targets, dtype=torch.long))[1] is None
 
 
 def test_targets_that_torch_ignores_are_refused_without_a_wait_for_the_gpu(monkeypatch):

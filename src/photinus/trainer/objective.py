@@ -95,7 +95,9 @@ class Objective:
             return loss, self._weight(targets)
         node = loss.grad_fn
         if node is not None and node.name() in _OWN_ENDS and node._saved_reduction == _MEAN:
-            self._left_out.add(node._saved_total_weight, node._saved_target.numel())
+            divisor, targets = node._saved_total_weight, node._saved_target.numel()
+            if targets <= 1 / torch.finfo(divisor.dtype).eps:  # else its type may not have the number
+                self._left_out.add(divisor, targets)
         return loss, None
 
     def sums(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:

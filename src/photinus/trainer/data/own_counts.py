@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 _DEPTH = 3  # of attributes of attributes
-_LONGEST = 100_000  # entries of a list
+_LONGEST, _MOST = 100_000, 1000  # entries of a list, and attributes
 
 
 class _Entry(NamedTuple):
@@ -69,7 +69,9 @@ def _entries(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[_Ent
         yield _Entry(name, [*value], partial(list, value), partial(value.__setitem__, slice(None)), False)
     elif depth and not isinstance(value, (type, torch.nn.Module)):
         attributes: Any = value if type(value) is dict else getattr(value, "__dict__", None)
-        for key, item in [*attributes.items()] if isinstance(attributes, dict) else ():
+        if not isinstance(attributes, dict) or len(attributes) > _MOST:
+            return
+        for key, item in [*attributes.items()]:
             inner = f"{name}.{key}" if name else str(key)
             if type(item) in (int, float):
                 yield _Entry(inner, item, partial(attributes.get, key), partial(attributes.__setitem__, key), True)
