@@ -26,6 +26,8 @@ needed, which rank (host, parameter) it concerns, and what to do.
 
 from __future__ import annotations
 
+import errno
+import resource
 import sys
 
 __all__ = [
@@ -150,3 +152,15 @@ class LaunchError(PhotinusError):
 
 class CheckpointError(PhotinusError):
     """A checkpoint is missing, incomplete or corrupt, and nothing was loaded from it; or it could not be written."""
+
+
+def name_limit(error: OSError) -> str:
+    """Return a sentence on the limit of this process that an error of the system shows to be reached, or ""."""
+    limits = {
+        errno.EMFILE: ("open files", resource.RLIMIT_NOFILE, "ulimit -n 65536"),
+        errno.EAGAIN: ("processes and threads of this user", resource.RLIMIT_NPROC, "ulimit -u unlimited"),
+        errno.ENOMEM: ("address space in bytes", resource.RLIMIT_AS, "ulimit -v unlimited"),
+    }
+    what, limit, advice = limits.get(error.errno or 0, ("", 0, ""))
+    soft = resource.getrlimit(limit)[0] if what else resource.RLIM_INFINITY
+    return "" if soft == resource.RLIM_INFINITY else f" The limit is {soft} {what}: raise it (`{advice}`)."

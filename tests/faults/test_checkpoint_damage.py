@@ -16,9 +16,11 @@ import torch
 
 import photinus
 from photinus.errors import CheckpointError, HostError
+from photinus.runlog.tables import read_rows
 from photinus.trainer.checkpoint.durable import file_digest
 from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint
 from photinus.trainer.checkpoint.statefile import load, save
+from tests.small_run import CutOffError, train
 from tests.unit.test_trackers import needs, run_script
 
 
@@ -239,3 +241,42 @@ def test_a_full_disk_costs_the_logger_and_the_weights_are_the_same(
     dropped, done = run_script(out, f"[photinus.{logger}]")
     assert name == "wandb" or len(dropped) == 1  # W&B writes in a process of its own
     assert ([], done) == run_script(tmp_path / "plain", "[]")
+
+
+def test_a_run_goes_on_whichever_file_of_its_numbers_is_damaged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(tmp_path / "whole", epochs=2, noisy=False)
+    garbage = random.Random(0).randbytes(300) + b"\n"
+    damages = {"config.json": [garbage, b"[1]", b'{"starts": 3}', b"{"], "losses.csv": [garbage, b"1,\xff,\0,x\n"]}
+    damages |= {name: [garbage] for name in ("metrics.csv", "ranks.jsonl", "events.jsonl")}
+    for name, texts in damages.items():
+        for number, text in enumerate(texts):
+            out = tmp_path / f"{name}-{number}"
+            with pytest.raises(CutOffError):
+                train(out, epochs=2, noisy=False, cut_at_step=8)
+            file, rows = out / name, read_rows(out / "losses.csv")
+            with open(file, "wb" if name == "config.json" else "ab") as damaged:
+                damaged.write(text)
+            capfd.readouterr()
+            resumed = train(out, epochs=2, noisy=False)
+            assert (resumed["began_at"], resumed["fingerprint"]) == (6, whole["fingerprint"]), name
+            assert read_rows(out / "losses.csv")[:6] == rows[:6]
+            if name in ("config.json", "losses.csv"):
+                assert f"warning: {file} " in capfd.readouterr().out
+                assert text in file.with_name(f"{name}.damaged").read_bytes()
+
+
+def test_a_damaged_manifest_is_reported_where_the_best_is_chosen_and_before_it_is_deleted(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=3, best="accuracy")
+    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.6)):
+        folder.save(step, state(step), description={}, metric=accuracy)
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"0.9", b"0.8"))
+    for find in (folder.best, lambda: find_checkpoint(tmp_path, best="accuracy")):
+        with pytest.warns(RuntimeWarning, match=r"step-00000003 is used instead: \S+step-00000001.* is damaged"):
+            found = find()
+        assert found is not None
+        assert found.step == 3
+    with pytest.warns(RuntimeWarning, match=r"step-00000001\S+ is damaged.* This checkpoint is deleted"):
+        folder.save(4, state(4), description={}, metric=0.1)

@@ -317,3 +317,16 @@ def test_fifty_jobs_killed_at_any_moment_leave_nothing(tmp_path):
     assert set(os.listdir("/dev/shm")) <= shared_before
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""
+
+
+@pytest.mark.parametrize("files", [16, 24])
+def test_a_limit_of_open_files_is_named(tmp_path: Path, files: int) -> None:
+    """A launcher that cannot open more says so by the limit's name, and leaves nothing."""
+    command = f'ulimit -n {files}; exec "$@"'
+    words = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "2", script(tmp_path, "")]
+    ended = subprocess.run(
+        ["bash", "-c", command, "bash", *words], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert ended.returncode != 0
+    assert f"The limit is {files} open files: raise it (`ulimit -n 65536`)." in ended.stderr
+    assert "Traceback" not in ended.stderr

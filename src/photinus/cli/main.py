@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..env import STARTED_AS
-from ..errors import LaunchError, MissingLibraryError, PhotinusError, UsageError
+from ..errors import LaunchError, MissingLibraryError, PhotinusError, UsageError, name_limit
 from ..version import __version__
 from ..words import hint
 
@@ -121,6 +121,8 @@ def _run(words: list[str]) -> int:
     except OSError as error:  # of a path: another user's, with too long a name, on a file server that was lost
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _tell(f"{error.strerror}: the output was truncated.", 1)
+        if limit := name_limit(error):
+            return _tell(f"{_host()}{error.strerror}.{limit}", _WRONG_USE)
         if error.filename is None or error.errno not in _OF_A_PATH:
             raise
         return _tell(f"{_host()}{error.filename}: {error.strerror}. Use another path or fix permissions.", _WRONG_USE)

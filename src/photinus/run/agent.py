@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
+from ..errors import LaunchError, name_limit
 from ..job.attempt import Formation, JobEndedError, Order
 from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
@@ -190,7 +190,7 @@ class Agent:
         except OSError as error:
             raise LaunchError(
                 f"cannot start {self._job.local_world_size} workers on {socket.gethostname()}: {error}. "
-                f"The launcher ended those that had started."
+                f"The launcher ended those that had started.{name_limit(error)}"
             ) from error
         return processes
 

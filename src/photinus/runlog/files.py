@@ -59,6 +59,13 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
         new.unlink(missing_ok=True)
 
 
+def set_damaged_aside(path: Path) -> Path:
+    """Rename a damaged file, so that another one can take its place; return the new path."""
+    aside = path.with_name(f"{path.name}.damaged")
+    os.replace(path, aside)
+    return aside
+
+
 class Tail:
     """Reads a growing text file bit by bit, and notices when it is begun anew."""
 

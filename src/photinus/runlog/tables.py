@@ -30,7 +30,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .files import plain_file, write_atomically
+from .files import plain_file, set_damaged_aside, write_atomically
+from .units import plural
 
 LOSSES, METRICS = "losses.csv", "metrics.csv"
 OWN_COLUMNS = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
@@ -71,13 +72,22 @@ class RunFiles:
         self.losses = folder / LOSSES
         self.metrics = folder / METRICS
 
-    def go_on_from(self, step: int, history: Sequence[Row], batches: int = 1) -> None:
+    def go_on_from(self, step: int, history: Sequence[Row], batches: int = 1) -> str:
         """Drops all rows after `step`, and a line that a killed process wrote only half of.
 
         Args:
             batches: of a step, where a version wrote the files that counted those: they are counted in steps then.
+
+        Returns:
+            What was damaged, for a warning, or "". The damaged file is kept beside the new one.
         """
-        rows = [row for row in read_rows(self.losses) if set(row) == set(self.LOSS_COLUMNS)]
+        unreadable: list[str] = []
+        found = read_rows(self.losses, unreadable)
+        rows = [row for row in found if set(row) == set(self.LOSS_COLUMNS)]
+        bad, note = len(unreadable) + len(found) - len(rows), ""
+        if unreadable:
+            aside = set_damaged_aside(self.losses)
+            note = f"{self.losses} is damaged: {plural(bad, 'line')} of it could not be read. The file is {aside} now"
         if batches > 1:
             groups = [[*of_step] for _, of_step in groupby(rows, lambda row: steps_of(int(row["step"]), batches))]
             means = [sum(row["loss"] for row in group) / len(group) for group in groups]
@@ -92,6 +102,7 @@ class RunFiles:
         remaining = [row for row in rows if row["step"] <= step]
         write_atomically(self.losses, _table(self.LOSS_COLUMNS, remaining))
         self.add_row(history)
+        return note
 
     def add_losses(self, losses: Iterable[StepLoss], start: int) -> None:
         """Appends rows to losses.csv."""
@@ -120,26 +131,32 @@ class RunFiles:
         write_atomically(self.metrics, _table((*names, *last), history))
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, unreadable: list[str] | None = None) -> list[Row]:
     """The rows of one of a run's CSV files; empty cells are left out, a half-written last line too.
 
     A missing file has no rows.
 
+    Args:
+        unreadable: takes lines that hold something else than numbers, which are an error otherwise.
+
     Raises:
-        ValueError: a line holds something else than numbers.
+        ValueError: there is such a line.
     """
     try:
-        with open(path, encoding="utf-8", opener=plain_file) as file:
+        with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
             text = file.read()
     except FileNotFoundError:
         return []
-    complete = text[: text.rfind("\n") + 1]
+    names, *lines = text[: text.rfind("\n") + 1].split("\n")
     rows = []
-    for row in csv.DictReader(io.StringIO(complete)):
+    for line in filter(None, lines):
         try:
-            rows.append({name: float(cell) for name, cell in row.items() if cell})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: the line {dict(row)} has no numbers. Was the file edited?") from error
+            columns, cells = csv.reader([names, line])
+            rows.append({name: float(cell) for name, cell in zip(columns, cells, strict=True) if cell})
+        except (csv.Error, ValueError) as error:
+            if unreadable is None:
+                raise ValueError(f"{path}: the line {line[:80]!r} has no numbers. Was the file edited?") from error
+            unreadable.append(line)
     return rows
 
 

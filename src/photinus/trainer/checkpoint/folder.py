@@ -246,7 +246,10 @@ class CheckpointFolder:
 
         Warns and raises as `newest` does.
         """
-        return self._first_good([path for path, _ in self._by_metric()])
+        # A manifest that cannot be read might be the best's: it is tried, and reported, first.
+        readable = {path for path, _ in self._readable()}
+        unreadable = [path for path in self._paths() if path not in readable and (path / NAME).exists()]
+        return self._first_good([*unreadable, *(path for path, _ in self._by_metric())])
 
     def _write(
         self,
@@ -300,6 +303,12 @@ class CheckpointFolder:
         keep |= {path for path, _ in self._by_metric(current)[:1]}
         for path in self._paths():
             if path not in keep and (path / NAME).exists():  # without a manifest it is not ours to delete
+                try:
+                    read_manifest(path)
+                except CheckpointError as error:
+                    warnings.warn(
+                        f"{error}. This checkpoint is deleted, because a newer one is whole", RuntimeWarning, 3
+                    )
                 try:
                     discard(path)
                 except OSError as error:

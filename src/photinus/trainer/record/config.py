@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ... import env
-from ...runlog.files import plain_file, write_atomically
+from ...runlog.files import plain_file, set_damaged_aside, write_atomically
 from ...runlog.run import CONFIG, FORMAT
 from ...words import mask, mask_words
 from ..session.replicas import plain
@@ -95,10 +95,23 @@ def read_config(folder: Path) -> dict[str, Any]:
         why = "the run is another user's, who can share it (chmod g+r config.json)"
         raise PermissionError(error.errno, why, str(path)) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); correct it or move it away") from error
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, but a run's config is an object")
+    starts = content.get("starts", [])
+    if not (isinstance(content.get("options", {}), dict) and isinstance(starts, list)):
+        raise ValueError(f"{path} needs an object of options and a list of starts")
     return content
+
+
+def set_damaged_config_aside(folder: Path) -> str:
+    """Rename a config.json that cannot be read, because a run goes on without it; return a text for a warning."""
+    try:
+        read_config(folder)
+    except ValueError as error:
+        aside = set_damaged_aside(folder / CONFIG)
+        return f"{error}. It is {aside} now, and the run goes on without its earlier starts"
+    return ""
 
 
 def user_options(options: Mapping[str, Any] | argparse.Namespace | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def folder_of_this_job(out: Path, options: Mapping[str, Any], number: int) -> li
     if stays or _has_checkpoint(out) or not (_has_checkpoint(earlier) or is_kept(run)):
         return [str(out), None]
     advice = "give `out` a name that stays the same when the job is started again"
-    then = {**read_config(earlier).get("options", {}), "out": options["out"]}
+    then = options
+    with suppress(ValueError):  # a damaged one tells of no other options
+        then = {**read_config(earlier).get("options", {}), "out": options["out"]}
     if then != options:
         return [str(out), f"warning: the attempt before was in {earlier}, and this one begins in {out}: {advice}"]
     return [str(earlier), f"note: goes on in {earlier}, where the attempt before was, and not in {out}: {advice}"]

@@ -35,7 +35,7 @@ from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.replicas import plain
 from ..session.session import Session
-from .config import describe_start, read_config, save_config
+from .config import describe_start, read_config, save_config, set_damaged_config_aside
 from .curves import PICTURE, draw_curves
 from .loggers import Loggers
 from .resume import Source, choose_source, describe_launch, folder_of_this_job
@@ -116,6 +116,8 @@ class RunFolder:
                     text = f"rank 0 cannot write into {self.path} on host {self._session.host}: {error}. Give a folder"
                     raise HostError(f"{text} that it can write (out=...), or change the permissions") from error
                 self._session.at_end(lambda _: lock.close())
+                if damage := set_damaged_config_aside(self.path):
+                    say(f"warning: {damage}")
             usable = snapshot
             if snapshot is not None and self._would_lose_a_row(snapshot):
                 usable, step = None, snapshot.saved_step
@@ -194,7 +196,9 @@ class RunFolder:
         step, goes_on = position.step, self._source.goes_on
         source = None if resumed_from is None else str(resumed_from)
         start = describe_start(self._session, resumed_from=source, resumed_step=step, launch=describe_launch())
-        files.go_on_from(step, position.history, batches_of_step(read_config(path)) if goes_on else 1)
+        damage = files.go_on_from(step, position.history, batches_of_step(read_config(path)) if goes_on else 1)
+        if damage:
+            self._warn(position, damage)
         drop_windows_after(path, step)
         save_config(path, self._options, self._user, start, go_on=goes_on)
         starts = [event for event in read_events(path) if event.kind == "start"]
