@@ -246,25 +246,25 @@ def test_a_full_disk_costs_the_logger_and_the_weights_are_the_same(
 def test_a_run_goes_on_whichever_file_of_its_numbers_is_damaged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = train(tmp_path / "whole", epochs=2, noisy=False)
+    whole = train(tmp_path / "whole", epochs=2, samples=16, noisy=False)
     garbage = random.Random(0).randbytes(300) + b"\n"
-    damages = {"config.json": [garbage, b"[1]", b'{"starts": 3}', b"{"], "losses.csv": [garbage, b"1,\xff,\0,x\n"]}
-    damages |= {name: [garbage] for name in ("metrics.csv", "ranks.jsonl", "events.jsonl")}
-    for name, texts in damages.items():
-        for number, text in enumerate(texts):
-            out = tmp_path / f"{name}-{number}"
-            with pytest.raises(CutOffError):
-                train(out, epochs=2, noisy=False, cut_at_step=8)
-            file, rows = out / name, read_rows(out / "losses.csv")
-            with open(file, "wb" if name == "config.json" else "ab") as damaged:
-                damaged.write(text)
-            capfd.readouterr()
-            resumed = train(out, epochs=2, noisy=False)
-            assert (resumed["began_at"], resumed["fingerprint"]) == (6, whole["fingerprint"]), name
-            assert read_rows(out / "losses.csv")[:6] == rows[:6]
-            if name in ("config.json", "losses.csv"):
-                assert f"warning: {file} " in capfd.readouterr().out
-                assert text in file.with_name(f"{name}.damaged").read_bytes()
+    names = ("config.json", "losses.csv", "metrics.csv", "ranks.jsonl", "events.jsonl")
+    for number, damage in enumerate((dict.fromkeys(names, garbage), {"config.json": b'{"starts": 3}'})):
+        out = tmp_path / str(number)
+        with pytest.raises(CutOffError):
+            train(out, epochs=2, samples=16, noisy=False, cut_at_step=3)
+        rows = read_rows(out / "losses.csv")
+        for name, text in damage.items():
+            with open(out / name, "wb" if name == "config.json" else "ab") as file:
+                file.write(text)
+        capfd.readouterr()
+        resumed = train(out, epochs=2, samples=16, noisy=False)
+        assert (resumed["began_at"], resumed["fingerprint"]) == (2, whole["fingerprint"])
+        assert read_rows(out / "losses.csv")[:2] == rows[:2]
+        printed = capfd.readouterr().out
+        for name in damage.keys() & {"config.json", "losses.csv"}:
+            assert f"warning: {out / name} " in printed
+            assert damage[name] in (out / f"{name}.damaged").read_bytes()
 
 
 def test_a_damaged_manifest_is_reported_where_the_best_is_chosen_and_before_it_is_deleted(tmp_path: Path) -> None:
