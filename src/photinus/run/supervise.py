@@ -82,7 +82,7 @@ def supervise(spec: JobSpec) -> int:
         temporary = stack.enter_context(_temporary_folder(guard))
         environ[env.RANKS_PER_GPU.name] = str(spec.ranks_per_gpu)
         method = stack.enter_context(closing(StartMethod(spec, output.say)))
-        store = stack.enter_context(closing(StoreProcess(method)))
+        store = stack.enter_context(closing(StoreProcess(method, output.say)))
         stack.enter_context(as_subreaper())
         # It imports torch while this process counts the GPUs, whose number only "auto" has to wait for.
         guess = len(spec.devices) * spec.ranks_per_gpu if spec.devices is not None else spec.nproc_per_node

@@ -17,7 +17,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -39,8 +39,8 @@ _REQUEST_BYTES = 1 << 16
 class StoreProcess:
     """The launcher's end. The process starts with the first store and serves all attempts, one after the other."""
 
-    def __init__(self, start_method: StartMethod | None = None) -> None:
-        self._start_method = start_method
+    def __init__(self, start_method: StartMethod | None = None, say: Callable[[str], object] | None = None) -> None:
+        self._start_method, self._say, self._was_stopped = start_method, say, False
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._control: socket.socket | None = None
 
@@ -78,14 +78,22 @@ class StoreProcess:
     def loss(self) -> str:
         """Says once that the process was killed, without which workers do not find each other; empty while it runs.
 
+        While it is stopped, workers wait for it: a line says so.
+
         Raises:
             LaunchError: it ended by itself, as it would again.
         """
         process = self._process
-        if process is None or (code := process.poll()) is None:
+        if process is None:
+            return ""
+        name = f"the process that holds the workers' store (pid {process.pid})"
+        if (code := process.poll()) is None:
+            was_stopped, self._was_stopped = self._was_stopped, _is_stopped(process.pid)
+            if self._was_stopped and not was_stopped and self._say is not None:
+                advice = f"let it go on: kill -CONT {process.pid}"
+                self._say(f"photinus: {name} is stopped (SIGSTOP or a debugger), and workers wait for it; {advice}\n")
             return ""
         self.close()
-        name = f"the process that holds the workers' store (pid {process.pid})"
         if code >= 0:
             raise LaunchError(f"{name} exited with code {code}: does `import torch` fail in {sys.executable}?")
         return f"{name} was killed by {name_signal(-code)}"
@@ -120,6 +128,14 @@ class StoreProcess:
         with contextlib.suppress(OSError):  # it ended, or does not answer
             self._control.send(b"close")
             return self._control.recv(16) == b"closed"
+        return False
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:  # it has just ended
         return False
 
 
