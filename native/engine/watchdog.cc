@@ -16,7 +16,8 @@ namespace {
 constexpr double kOwnPause_s = 1.5;
 // A cycle must stand for so long before it counts.
 constexpr double kCycleStands_s = 0.02;
-constexpr double kSuspicion_s = 0.5;  // for so long, if a thread may free it yet, until it is spoken of
+constexpr double kSuspicion_s = 0.5;  // for so long, if a thread may free it yet, until it is spoken of,
+constexpr double kSpokenOf_s = 10;    // and not sooner in a wait: a process that is stopped has an old record
 constexpr size_t kRanksTold = 4;
 
 std::string brackets(const std::vector<uint32_t>& ranks) {
@@ -290,8 +291,9 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
   bool all_looked_again = caller == Alone::yes;
   for (size_t i = 0; i < cycle.size(); ++i) all_looked_again &= affirmed[i] > wait.affirmed[i] + 1;
   const double stood_s = now - wait.cycle_since_s - group_.peers->transit_s();
-  const bool is_suspected = !all_looked_again && stood_s > kSuspicion_s;
-  if (is_suspected && wait.has_spoken_of_cycle) return kSleepSlice_s;
+  const bool stands_long = !all_looked_again && stood_s > kSuspicion_s;
+  const bool is_suspected = stands_long && wait.deadline.elapsed_s() > kSpokenOf_s;
+  if (stands_long && (!is_suspected || wait.has_spoken_of_cycle)) return kSleepSlice_s;
   if (!is_suspected && (!all_looked_again || stood_s < kCycleStands_s)) {
     wake_all();
     return 0.005;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -502,6 +504,35 @@ def test_a_thread_that_makes_its_first_call_after_13_seconds_is_waited_for_and_s
     for result in results:
         assert result.output.count("ranks wait for each other, perhaps for ever: ") == 1, result.output
         assert "Unless a thread that has called nothing yet frees them" in result.output
+
+
+def stopped_after_its_wait_is_over(rank: int, world_size: int, address: str, folder: str) -> bool:
+    """Rank 1 is stopped in a barrier for which rank 0 comes, and which it so cannot leave; rank 0 waits elsewhere."""
+    note = Path(folder, "pid")
+    with joined(rank, world_size, address) as communicator:
+        other = further(communicator, "other")
+        if rank == 1:
+            note.write_text(str(os.getpid()))
+            communicator.barrier()
+        else:
+            while not (note.exists() and note.read_text()):
+                time.sleep(0.01)
+            time.sleep(0.5)
+            os.kill(int(note.read_text()), signal.SIGSTOP)
+            later = subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {note.read_text()}"])
+            communicator.barrier()
+        other.barrier()
+        if rank == 0:
+            later.wait()
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_stopped_is_not_taken_for_one_that_waits(tmp_path: Path) -> None:
+    arguments = {"address": engine.new_address(), "folder": str(tmp_path)}
+    for result in run_ranks(f"{HERE}:stopped_after_its_wait_is_over", world_size=2, arguments=arguments):
+        assert result.value is True
+        assert "ranks wait for each other" not in result.output, result.output
 
 
 def unequal_parts(rank: int, world_size: int, address: str) -> str:
