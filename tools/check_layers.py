@@ -45,16 +45,16 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3489,
-    "cli": 1480,
-    "compat": 844,
+    "cli": 1482,
+    "compat": 855,
     "job": 3387,
-    "parallel": 7214,
-    "run": 4863,
-    "runlog": 1754,
+    "parallel": 7215,
+    "run": 4879,
+    "runlog": 1778,
     "templates": 340,
     "tools": 2736,
-    "top": 1701,
-    "trainer": 12984,
+    "top": 1715,
+    "trainer": 13187,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {
