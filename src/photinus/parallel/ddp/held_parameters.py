@@ -49,10 +49,10 @@ class HeldParameters:
             parts += module._modules.values()
         return parts
 
-    def learn(self) -> None:
-        """Knows the tensors, too, that stand in for parameters now by the same names (FSDP's, gathered)."""
-        for name, parameter in self._named() if not self._is_unchanged() else ():
-            self.names.setdefault(parameter, name)
+    def learn(self, parameter: nn.Parameter, known: nn.Parameter) -> None:
+        """Knows a tensor, too, that stands in for a parameter at times (FSDP's, gathered)."""
+        if known in self.names:
+            self.names[parameter] = self.names[known]
 
     def _is_unchanged(self) -> bool:
         parts = self._parts()

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...training_process import PER_GRADIENTS, keep_freed_memory
 from ..ddp.checks import one_device
@@ -31,6 +30,7 @@ from ..exchange.collectives import control_device
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
+from ..zero.split_gradients import SplitGradients, note_sums
 from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.watched_forwards import refuse_renorm, watch_forwards
 from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_steps
@@ -53,7 +53,8 @@ class FullyShardedStrategy(Strategy):
 
     Only `forward` gathers: other methods of a model that compute with parameters find parts of them, unless they are
     registered with torch.distributed.fsdp.register_fsdp_forward_method. Buffers are whole on every rank, and not
-    exchanged: with batch norms that are not synchronised rank 0's statistics are saved and evaluated with.
+    exchanged: with batch norms that are not synchronised rank 0's statistics are saved and evaluated with. A unit whose
+    forward returns no tensor that requires grad (the loss is in an attribute) stays gathered up to its backward.
 
     Options:
         shard: which submodules are units, a function or a list of classes; see `shard_units` for it and the default.
@@ -152,24 +153,24 @@ class FullyShardedStrategy(Strategy):
         for unit in units:
             fully_shard(unit, **settings)
         watch_forwards(model, units, self.name)
-        if self.options.get("find_unused_parameters"):
-            cast(Any, model).set_reduce_scatter_unused_params(True)
-            UnusedParameters(model, group)
         watch_updates = getattr(group, "watch_updates", None)
         if watch_updates is not None:  # backend photinus then says which ranks are a step apart
             watch_updates(model.parameters())
         if device.type == "cpu":
             keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in before.values()))
+        after = dict(model.named_parameters())
+        new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
         held_parameters, rank = HeldParameters(model), group.rank()
+        gradients = SplitGradients(units, new_of, held_parameters.learn)
+        if self.options.get("find_unused_parameters"):
+            cast(Any, model).set_reduce_scatter_unused_params(True)
+            gradients.watchers.append(UnusedParameters(model, group).note)
         # Before FSDP's hook, which would put its own tensors in the place of those that came.
         model.register_forward_pre_hook(_disable_dynamo(lambda *_: held_parameters.check(rank)), prepend=True)
         model.register_forward_pre_hook(_disable_dynamo(_make_memory_for_training), prepend=True)
         vars(model)["__deepcopy__"] = partial(copy_split, model)
-        model.register_forward_hook(_disable_dynamo(lambda *_: held_parameters.learn()))
-        model.register_forward_hook(_drop_without_backward)
+        model.register_forward_hook(_disable_dynamo(partial(_drop_without_backward, gradients)))
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
-        after = dict(model.named_parameters())
-        new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
         split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
@@ -185,6 +186,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def _without_exchange(self, wrapped: nn.Module) -> Iterator[None]:
+        note_sums(wrapped)
         units = [cast(Any, unit) for unit in wrapped.modules() if hasattr(unit, "set_requires_gradient_sync")]
         inside = vars(wrapped).get("inside_no_sync", False)  # torch cannot be asked what is in force
         try:
@@ -280,27 +282,12 @@ class UnusedParameters:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._model, self._group, self._parameters = model, group, list(model.parameters())
-        self._own = {(part, name): p for part in model.modules() for name, p in part._parameters.items()}
-        self._watched: Any = WeakIdKeyDictionary()  # gathered parameters
         self._used_parameters: set[nn.Parameter] = set()  # since they last got a gradient from all ranks
         self._task = -1
-        for unit in model.modules():
-            if hasattr(unit, "set_requires_gradient_sync"):  # this hook runs after FSDP's own, which gathers
-                unit.register_forward_pre_hook(_disable_dynamo(partial(self._watch)))
 
-    def _watch(self, unit: nn.Module, _: Any) -> None:
-        for part in unit.modules():
-            for name, gathered in part._parameters.items():
-                own: Any = self._own.get((part, name))
-                if gathered is None or gathered is own or gathered in self._watched:
-                    continue
-                if gathered.requires_grad:  # what is frozen may be unfrozen later
-                    self._watched[gathered] = True
-                    note: Any = gathered.register_post_accumulate_grad_hook
-                    note(partial(self._note, own))
-
-    def _note(self, own: nn.Parameter, _: torch.Tensor) -> None:
-        self._used_parameters.add(own)
+    def note(self, parameter: nn.Parameter) -> None:
+        """Called for each gradient of a backward."""
+        self._used_parameters.add(parameter)
         task = torch._C._current_graph_task_id()
         if task != self._task and not vars(self._model).get("inside_no_sync"):
             self._task = task
@@ -390,9 +377,9 @@ def _is_internal(value: Any) -> bool:
     return str(home).startswith(("torch.distributed.", "photinus."))
 
 
-def _drop_without_backward(model: nn.Module, *_: Any) -> None:
+def _drop_without_backward(gradients: SplitGradients, model: nn.Module, *_: Any) -> None:
     """After a forward: no backward comes without gradients, so nothing else would drop what is kept for it."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not gradients.hides_loss:
         drop_gathered(model)
 
 

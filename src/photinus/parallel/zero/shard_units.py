@@ -36,6 +36,13 @@ def shard_units(model: nn.Module, shard: Shard = None) -> list[nn.Module]:
     return sorted(dict.fromkeys(units), key=lambda unit: len(list(unit.modules())))
 
 
+def own_modules(unit: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a unit that are in no unit inside it."""
+    modules = list(unit.modules())
+    inside = {part for other in units if other is not unit and other in modules for part in other.modules()}
+    return [module for module in modules if module not in inside]
+
+
 def _by_default(model: nn.Module) -> list[nn.Module]:
     blocks = [block for stack in _stacks_in(model, set()) for block in stack.children()]
     return [block for block in blocks if not isinstance(block, _CONTAINERS) and _elems(block) >= SMALLEST_UNIT_ELEMS]

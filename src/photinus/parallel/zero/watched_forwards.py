@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import PhotinusError
 from ..exchange.tensors import tensors_in
+from .shard_units import own_modules
 from .split_states import is_split
 
 _ORDER = "photinus_unit_order"
@@ -46,7 +47,7 @@ def watch_forwards(model: nn.Module, units: Sequence[nn.Module], strategy: str) 
     """
     vars(model)[_ORDER] = 0
     for number, unit in enumerate(units):
-        own = _own_parameters(unit, [other for other in units if other is not unit])
+        own = _own_parameters(unit, units)
         versions: dict[str, tuple[int, int]] = {}
         unit.register_forward_pre_hook(_disable_dynamo(partial(_begin, model, number, own, versions)))
         unit.register_forward_hook(_disable_dynamo(partial(_end, own, versions, strategy)), prepend=True)
@@ -56,13 +57,13 @@ def watch_forwards(model: nn.Module, units: Sequence[nn.Module], strategy: str) 
     _refuse_set_data()
 
 
-def _own_parameters(unit: nn.Module, others: Sequence[nn.Module]) -> list[tuple[str, nn.Module, str]]:
+def _own_parameters(unit: nn.Module, units: Sequence[nn.Module]) -> list[tuple[str, nn.Module, str]]:
     """The parameters of a unit that belong to none inside it: full name, module, name."""
-    inner = {module for other in others if other in set(unit.modules()) for module in other.modules()}
+    own = own_modules(unit, units)
     return [
         (f"{path}.{name}" if path else name, module, name)
         for path, module in unit.named_modules()
-        if module not in inner
+        if module in own
         for name in module._parameters
     ]
 
