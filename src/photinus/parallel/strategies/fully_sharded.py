@@ -32,6 +32,7 @@ from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
 from ..zero.split_gradients import SplitGradients, note_sums
 from ..zero.split_states import copy_state, is_split, split_as
+from ..zero.split_values import watch_values
 from ..zero.watched_forwards import refuse_renorm, watch_forwards
 from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_steps
 from .strategy import Strategy, explain_errors
@@ -178,6 +179,7 @@ class FullyShardedStrategy(Strategy):
         split_models.add(held_parameters)
         explain_errors(model, group)
         watch_steps()
+        watch_values()
         return model
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:

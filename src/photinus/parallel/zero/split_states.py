@@ -61,13 +61,13 @@ def gather_state(state: Any) -> Any:
     def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         if not is_split(tensor):
             return tensor
-        full = _gather(tensor.detach())
+        full = gather_tensor(tensor.detach())
         return full.cpu() if keeps else None
 
     return map_state(state, whole)
 
 
-def _gather(tensor: Any) -> torch.Tensor:
+def gather_tensor(tensor: Any) -> torch.Tensor:
     """Returns `tensor.full_tensor()`, by a call that every backend has for its devices.
 
     torch's own uses a call that gloo has for the CPU only: with CUDA tensors the process crashes (torch 2.11, see
