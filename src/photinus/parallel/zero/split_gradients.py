@@ -40,8 +40,8 @@ class _Gathered:
             they get whole gradients of this rank before the exchange, as under DDP.
     """
 
-    def __init__(self, record: Any, old: nn.Parameter) -> None:
-        self.record = record
+    def __init__(self, record: Any, old: nn.Parameter, group: Any) -> None:
+        self.record, self.group = record, group
         self.hooks: Any = OrderedDict() if old._backward_hooks is None else old._backward_hooks
         self.watched: nn.Parameter | None = None
         after_sum = getattr(old, "_post_accumulate_grad_hooks", None)
@@ -72,13 +72,21 @@ class SplitGradients:
         new_of: Mapping[torch.Tensor, torch.Tensor],
         learn: Callable[[nn.Parameter, nn.Parameter], Any],
     ) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
         self.hides_loss = False
+        self._after_exchange = TrainingState.POST_BACKWARD
         self.watchers: list[Callable[[nn.Parameter], None]] = []
         self._learn = learn
         old_of: Any = WeakIdKeyDictionary({new: old for old, new in new_of.items()})
         for unit in units:
-            own = own_modules(unit, units)
-            gathered = [_Gathered(record, old_of[record.sharded_param]) for record in _records(unit)]
+            # Torch's own layers, the most of a model, keep no losses.
+            own = [each for each in own_modules(unit, units) if not type(each).__module__.startswith("torch.nn.")]
+            gathered = [
+                _Gathered(record, old_of[record.sharded_param], group)
+                for group in _groups(unit)
+                for record in group.fsdp_params
+            ]
             _gathered.update({each.record.sharded_param: weakref.ref(each) for each in gathered})
             unit.register_forward_pre_hook(_disable_dynamo(partial(self._begin, gathered)))
             unit.register_forward_hook(_disable_dynamo(partial(self._end, gathered, own)), prepend=True)
@@ -94,18 +102,18 @@ class SplitGradients:
                 self._learn(parameter, each.record.sharded_param)
             if parameter.requires_grad and each.watched is not parameter:
                 each.watched = parameter
-                parameter.register_post_accumulate_grad_hook(
-                    partial(self._note, weakref.ref(unit), each.record.sharded_param)
-                )
+                state, group = weakref.ref(_state_of(unit)), weakref.ref(each.group)
+                note = partial(self._note, state, group, each.record.sharded_param)
+                parameter.register_post_accumulate_grad_hook(note)
 
-    def _note(self, unit: weakref.ref[nn.Module], part: nn.Parameter, _: torch.Tensor) -> None:
+    def _note(self, state_of: Any, group_of: Any, part: nn.Parameter, _: torch.Tensor) -> None:
         """A gradient came, so there will be an exchange, wherever the backward began."""
         self.hides_loss = False
-        state = _state_of(unit())
-        for group in _groups(state):
-            if group._training_state.name == "POST_BACKWARD":  # and had its exchange without this gradient
-                group._training_state = type(group._training_state).IDLE
-        state._register_root_post_backward_final_callback()
+        state, group = state_of(), group_of()
+        if group._training_state is self._after_exchange:  # which went without this gradient
+            group._training_state = type(self._after_exchange).IDLE
+        if not state._state_ctx.post_backward_final_callback_queued:
+            state._register_root_post_backward_final_callback()
         for watcher in self.watchers:
             watcher(part)
 
@@ -168,15 +176,11 @@ def _state_of(unit: Any) -> Any:
     return cast(Any, fully_shard).state(unit)
 
 
-def _groups(state: Any) -> list[Any]:
-    """FSDP2's groups of parameters of a unit. (torch 2.12 and older have one.)"""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None else groups
-
-
-def _records(unit: nn.Module) -> list[Any]:
-    """FSDP2's records of a unit's parameters."""
-    return [record for group in _groups(_state_of(unit)) if group is not None for record in group.fsdp_params]
+def _groups(unit: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters of a unit. (Older versions of torch have one, or none.)"""
+    state = _state_of(unit)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def _gathered_of(part: torch.Tensor) -> _Gathered | None:
@@ -210,6 +214,7 @@ def _drop_sums_in_zero_grad() -> None:
     from torch.distributed.tensor import DTensor
 
     of_tensor: Any = torch.Tensor.grad
+    set_in_torch = of_tensor.__set__
     of_optimizer: Any = Optimizer.zero_grad
 
     @functools.wraps(of_optimizer)
@@ -222,10 +227,11 @@ def _drop_sums_in_zero_grad() -> None:
         super(FSDPModule, model).zero_grad(set_to_none)
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
-                _drop_sums(record.sharded_param for record in _records(cast(nn.Module, unit)))
+                groups = _groups(cast(nn.Module, unit))
+                _drop_sums(record.sharded_param for group in groups for record in group.fsdp_params)
 
     def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
-        of_tensor.__set__(tensor, value)
+        set_in_torch(tensor, value)
         if value is None and _with_sums:
             _drop_sums([tensor])
 
