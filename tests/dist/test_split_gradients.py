@@ -89,6 +89,12 @@ LOSSES: dict[str, tuple[Any, Any]] = {
         lambda net, scores, loss: torch.distributions.Categorical(logits=scores),
         lambda net, output: _from_scores(output),
     ),
+    "an object among many": (
+        lambda net, scores, loss: types.SimpleNamespace(
+            words=dict.fromkeys(range(20_000)), inside=[Slotted({"loss": loss})]
+        ),
+        lambda net, output: output.inside[0].loss["loss"],
+    ),
     "an attribute": (_keep, lambda net, output: net.loss),
     "attributes of blocks": (
         lambda net, scores, loss: loss,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .shard_units import own_modules
 
 _HOOKED = "photinus_hooked"  # on a tensor whose backward gathers first
-_DEPTH, _LENGTH = 6, 256  # objects inside objects, and containers, that are searched for tensors
+_LENGTH, _MOST = 256, 10_000  # of an attribute, and values of an output, that are searched for tensors
 _OF_MODULES = frozenset(vars(nn.Module()))
-_OPAQUE = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, nn.Module, torch.device)
+_OPAQUE = (str, bytes, int, float, complex, range, type, types.ModuleType, types.FunctionType, nn.Module, torch.device)
 
 _gathered: Any = WeakIdKeyDictionary()  # the parts that ranks hold -> references to _Gathered
 _with_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # split models that have been inside no_sync
@@ -121,8 +122,7 @@ class SplitGradients:
         """Lets each tensor from which a backward may come gather the unit first, as FSDP2 does for those it finds."""
         if not torch.is_grad_enabled():
             return
-        visible, hidden = list[torch.Tensor](), list[torch.Tensor]()
-        _search(output, visible, hidden)
+        visible, hidden = _search(output)
         if not any(t.requires_grad for t in visible + hidden) and any(each.watched is not None for each in of_unit):
             self.hides_loss = True  # the loss is anywhere, so nothing could gather the unit in time
             cast(Any, unit).set_reshard_after_forward(False, recurse=False)
@@ -146,28 +146,35 @@ def note_sums(model: nn.Module) -> None:
     _with_sums.add(model)
 
 
-def _search(value: Any, visible: list[torch.Tensor], hidden: list[torch.Tensor], depth: int = 0) -> None:
-    """Lists the tensors in a value: those that FSDP2 finds, which looks into plain containers only, and the others."""
-    items: Iterable[Any]
-    if isinstance(value, torch.Tensor):
-        visible.append(value)
-        return
-    if value is None or isinstance(value, _OPAQUE) or depth > _DEPTH:
-        return
-    if type(value) is dict:
-        items = value.values()
-    elif type(value) in (list, tuple) or hasattr(value, "_fields"):
-        items = value
-    else:
-        visible = hidden
-        slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
-        items = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-        if isinstance(value, Mapping):
-            items += value.values()
-        elif isinstance(value, (Set, Sequence)):
-            items += value
-    for item in items:
-        _search(item, visible, hidden, depth + 1)
+def _search(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """List the tensors in a value: those that FSDP2 finds, which looks into plain containers only, and the others."""
+    visible, hidden = list[torch.Tensor](), list[torch.Tensor]()
+    todo, ids = deque([(value, visible)]), set[int]()
+    for _ in range(_MOST):
+        if not todo:
+            break
+        value, found = todo.popleft()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        if value is None or isinstance(value, (torch.Tensor, *_OPAQUE)) or id(value) in ids:
+            continue
+        ids.add(id(value))
+        items: Iterable[Any]
+        if type(value) is dict:
+            items = value.values()
+        elif type(value) in (list, tuple) or hasattr(value, "_fields"):
+            items = value
+        else:
+            found = hidden
+            slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+            parts = [getattr(value, "__dict__", {}).values(), (getattr(value, name, None) for name in slots)]
+            if isinstance(value, Mapping):
+                parts.append(value.values())
+            elif isinstance(value, (Set, Sequence)):
+                parts.append(value)
+            items = chain.from_iterable(parts)
+        todo.extend((item, found) for item in islice(items, _MOST))
+    return visible, hidden
 
 
 def _state_of(unit: Any) -> Any:
