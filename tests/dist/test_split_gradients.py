@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import photinus
 from photinus.parallel import strategy_of
 from tests.ranks import run_ranks, values
+from tests.small_run import QUIET
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 _WIDTH = 8
@@ -209,7 +210,49 @@ def _set_none(model: Any, _: Any) -> None:
 def cases(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     """Run every case under every strategy; return the differences to plain torch."""
     with photinus.init("gloo", "cpu"):
-        return {strategy: _cases(strategy) for strategy in STRATEGIES}
+        found = {strategy: _cases(strategy) for strategy in STRATEGIES}
+        for way in (_by_trainer, _by_loop):
+            sums = {strategy: way(strategy) for strategy in STRATEGIES}
+            for strategy in STRATEGIES:
+                found[strategy][f"a distribution, {way.__name__}"] = abs(sums[strategy] - sums["ddp"])
+    return found
+
+
+def _policy() -> tuple[Any, Any, Any]:
+    """A model that returns a distribution, its optimizer, and data."""
+    torch.manual_seed(0)
+    net = Net(LOSSES["a distribution"][0])
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
+    return net, torch.optim.SGD(net.parameters(), lr=0.1), data
+
+
+def _sum(model: nn.Module) -> float:
+    state = strategy_of(model).save(model)
+    return 0.0 if torch.distributed.get_rank() else float(sum(value.double().sum() for value in state.values()))
+
+
+def _by_trainer(strategy: str) -> float:
+    net, optimizer, data = _policy()
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = -model(batch[0]).log_prob(batch[1]).mean()
+        return loss
+
+    options: Any = {"strategy": strategy, "epochs": 2, "batch_size": 12, "report": QUIET}
+    photinus.Trainer(net, optimizer, step=step, **options).fit(data, data)
+    return _sum(net)
+
+
+def _by_loop(strategy: str) -> float:
+    net, optimizer, data = _policy()
+    model, optimizer = photinus.wrap(net, optimizer, strategy=strategy)
+    loop = photinus.Loop(model, optimizer, data, batch_size=12, epochs=2, report=QUIET)
+    for inputs, labels in loop:
+        loop.backward(-model(inputs).log_prob(labels).mean())
+        _evaluate(model, inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _sum(model)
 
 
 def _cases(strategy: str) -> dict[str, float]:
