@@ -62,8 +62,6 @@ RIGHT = {"stop", "log under another name", "log left out"}
 LEFT = {
     **{("another share", s): "a rank may weigh its loss, as by its tokens" for s in STRATEGIES},
     **{("buffer changed", s): "a rank's own buffers count in its own forward, as documented" for s in STRATEGIES},
-    **{("gradient changed", s): "no rank has another's part" for s in ("zero1", "zero2", "zero3")},
-    ("parameter changed", "zero1"): "the step's broadcast makes the ranks equal again",
 }
 """Cases that are not looked at, and why."""
 

@@ -77,6 +77,7 @@ class Backwards:
         if self._steps is not None:
             return
         self._steps = OptimizerSteps(ended=self._note_inner_step)
+        self._replicas.begin()
         for place, optimizer in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, place)))
@@ -94,6 +95,7 @@ class Backwards:
         if self._steps is not None:
             self._steps.remove()
             self._steps = None
+            self._replicas.end()
         while self._hooks:
             self._hooks.pop().remove()
 

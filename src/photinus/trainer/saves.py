@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..parallel import strategy_of, unwrap_compiled
+from ..parallel import is_replicated, strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from ..parallel.zero.split_states import copy_state, own_part
 from ..runlog.units import size
@@ -43,7 +43,6 @@ from .record.run_folder import RunFolder
 from .record.settings import Settings
 from .record.spec import RunSpec
 from .session.progress import say
-from .session.replicas import is_replicated
 from .session.session import Session
 
 _OWN = frozenset({"model", "optimizer", "position", "run", "rng"})  # all other entries are objects of `state`

@@ -31,6 +31,7 @@ from ..reducer.bucket_exchange import AverageExchange, CommHook, HookExchange, c
 from ..reducer.buckets import default_cap_bytes
 from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
+from ..reducer.rank_facts import StepDigests
 from ..reducer.reducer import Reducer
 from .buffer_sync import BufferSync
 from .checks import (
@@ -171,6 +172,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self.require_forward_param_sync = True
         self._comm_hook: tuple[object, CommHook, str] | None = None
         self._optimizers_taken_over = False
+        self.step_facts: StepDigests | None = None
         if check_reduction:
             warnings.warn(
                 "`check_reduction` has no effect, here and in torch; leave it out", FutureWarning, stacklevel=2
@@ -257,6 +259,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 path=type(self.module).__name__,
             ),
         )
+        self.reducer.facts.steps = self.step_facts
         if self._low_precision is not None and self._low_precision.reduce_dtype is not None and self.reducer.active:
             self.reducer.use_exchange(
                 AverageExchange(self.reducer.average, self.wire_dtype, self._low_precision.reduce_dtype)
@@ -480,7 +483,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         state = self.__dict__.copy()
         for key in ("process_group", "reducer", "_ending", "_held_parameters", "_outer", "_buffers_in_sync", "_frozen"):
             del state[key]
-        state["_comm_hook"] = None  # its state belongs to this process, as with torch's class
+        state["_comm_hook"] = state["step_facts"] = None  # its state belongs to this process, as with torch's class
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

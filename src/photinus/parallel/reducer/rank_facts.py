@@ -6,6 +6,8 @@ rank what each one said, at no exchange more:
     status          not zero where this rank's backward went wrong
     steps           optimizer steps so far: ranks that differ are out of step, and average gradients of different steps
     digest (three)  of some of the parameters: ranks that differ hold other weights
+    past (three)    a digest of which steps began with gradients of the step before, and, where the ranks split the
+                    steps, of what each did around its own (see zero.step_facts)
 
 A *step* is a step of a torch optimizer that holds some of the parameters, after a backward that reached them. Only
 this tells: exchanges are as many on all ranks by nature, and forwards or backwards within a step may differ (a rank may
@@ -27,6 +29,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,18 +37,39 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import MismatchError
 from ...job.world import name_ranks
+from ..exchange.agreement import JSON, check_alike
 from ..exchange.collectives import Average, control_device
 from ..exchange.verify_models import ParameterPieces, compare_parameters
 from .gradient_memory import Slot
 
-ELEMS_PER_RANK = 5
+ELEMS_PER_RANK = 8
 # Numbers up to 61 survive the averaging (see above), and 0 says nothing.
 _BASE = 61
 _STEPS_PER_DIGEST = 4
 _EXCHANGES_PER_OWN = 64
+_STEPS_NAMED = 4
 
 # Weak, because the hook on optimizers lives as long as the process.
 _all: weakref.WeakSet[RankFacts] = weakref.WeakSet()
+
+
+class StepDigests(Protocol):
+    """A record of what each rank did around its steps."""
+
+    digest: int
+    is_deferred: bool
+
+    def note_averaged(self) -> None:
+        """All gradients are averages now."""
+
+    def forget(self) -> None:
+        """All ranks have done the same up to now."""
+
+    def explain(self) -> None:
+        """The ranks have done different things. Raises ModelMismatchError on all ranks, which all call this."""
+
+    def restart(self) -> None:
+        """All ranks are together again."""
 
 
 def status_of(tail: torch.Tensor | None) -> torch.Tensor | None:
@@ -58,6 +82,9 @@ class RankFacts:
 
     Args:
         checked: whether anything is said and compared. If not, only the status is left.
+
+    Attributes:
+        steps: what this rank did around its steps; None where all ranks do the whole steps.
     """
 
     def __init__(self, slots: Sequence[Slot], average: Average, *, checked: bool) -> None:
@@ -65,7 +92,10 @@ class RankFacts:
         self._average = average
         self._ids = {id(slot.parameter) for slot in slots}
         self._pieces = ParameterPieces([slot.parameter for slot in slots]) if checked else None
+        # Each gradient but the first comes after a backward has begun, so one of these two tells what was there before.
+        self._witnesses = sorted(slots, key=lambda slot: slot.parameter.numel())[:2]
         self._sees_steps = False
+        self.steps: StepDigests | None = None
         self.restart()
         if checked:
             _hook()
@@ -77,13 +107,22 @@ class RankFacts:
         self._reached = False  # a backward reached the parameters since the last step
         self._digest_due = False
         self._digest: int | None = None
+        self._versions = [-1] * len(self._witnesses)  # of their gradients in the last step
+        self._keeps = False  # gradients of the last step, in the backwards since then
+        self._kept_in: list[int] = []  # steps
+        self._past = 0
+        if self.steps is not None:
+            self.steps.restart()
 
     def stop(self) -> None:
         """Looks at optimizers no more. Idempotent."""
         _all.discard(self)
 
-    def begin_backward(self) -> None:
-        """A backward reaches the parameters, exchanged or not."""
+    def begin_backward(self, slot: Slot | None = None) -> None:
+        """A backward reaches the parameters, exchanged or not; that of `slot` has its gradient already."""
+        if not self._reached and self._sees_steps:
+            there = zip(self._witnesses, self._versions, strict=True)
+            self._keeps = any(_version(each) == before >= 0 for each, before in there if each is not slot)
         self._reached = True
 
     def begin_forward(self, rounds: int, *, ride: bool, weights: bool) -> None:
@@ -126,10 +165,10 @@ class RankFacts:
         # From 1 on, since 0 says nothing.
         tail[begin + 1] = 1 + self._steps % _BASE
         if self._digest is not None:
-            # Three digits in base 61, as one element holds no larger number.
-            for index in range(3):
-                tail[begin + 2 + index] = 1 + self._digest // _BASE**index % _BASE
+            _write(tail, begin + 2, self._digest)
             self._digest = None
+        if self.steps is None or not self.steps.is_deferred:
+            _write(tail, begin + 5, self._past + (0 if self.steps is None else self.steps.digest))
 
     def check(self, tail: torch.Tensor | None) -> None:
         """Compares what the ranks said; every rank calls it, ranks without input too.
@@ -147,13 +186,19 @@ class RankFacts:
         rows = [words[begin + 1 : begin + ELEMS_PER_RANK] for begin in range(0, len(words), ELEMS_PER_RANK)]
         # The usual case. Averages of equal numbers are equal to the bit, so nothing has to be decoded.
         if all(row == rows[0] for row in rows):
+            if self.steps is not None:
+                self.steps.forget()
             return
         # One rank wrote each element and the others zero, so the sum is what it wrote.
         reports = [[round(word * self._average.contributors) for word in row] for row in rows]
         if len({row[0] for row in reports if row[0]}) > 1:
             raise MismatchError(self._out_of_step_text([row[0] for row in reports]))
+        if len({tuple(row[4:]) for row in reports if row[4]}) > 1:
+            self._compare_kept()
+            if self.steps is not None:
+                self.steps.explain()
         # A digest names no parameter, so the parameters themselves are compared.
-        if len({tuple(row[1:]) for row in reports if row[1]}) > 1:
+        if len({tuple(row[1:4]) for row in reports if row[1]}) > 1:
             compare_parameters([(slot.name, slot.parameter) for slot in self._slots], self._average.group)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -163,7 +208,22 @@ class RankFacts:
         if any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"]):
             self._sees_steps, self._reached = True, False
             self._steps += 1
+            if self._keeps:
+                self._kept_in.append(self._steps)
+            self._past = (31 * self._past + self._keeps) % _BASE**3
+            self._versions = [_version(slot) for slot in self._witnesses]
             self._digest_due = self._steps % _STEPS_PER_DIGEST == 1
+
+    def _compare_kept(self) -> None:
+        last: JSON = [*self._kept_in[-_STEPS_NAMED:]]
+        text = "some ranks stepped with gradients of the step before"
+        try:
+            check_alike({"such steps": last}, text, self._average.group)
+        except ValueError as error:
+            raise MismatchError(
+                f"{error} Call optimizer.zero_grad() on all ranks alike. Seen from rank {self._average.group.rank()}, "
+                f"after step {self._steps}."
+            ) from None
 
     def _out_of_step_text(self, reports: Sequence[int]) -> str:
         """`reports` has 1 + steps modulo _BASE of each rank, 0 for those that said nothing."""
@@ -181,6 +241,18 @@ class RankFacts:
             f"or less between two optimizer steps, or it left a step out. Let all ranks decide alike; for numbers of "
             f"batches that differ, see join()."
         )
+
+
+def _version(slot: Slot) -> int:
+    """Return the number of changes in place of the gradient; -1 without one."""
+    gradient = slot.parameter.grad
+    return -1 if gradient is None or gradient.is_inference() else gradient._version
+
+
+def _write(tail: torch.Tensor, begin: int, digest: int) -> None:
+    """Three digits in base 61, as one element holds no larger number."""
+    for index in range(3):
+        tail[begin + index] = 1 + digest // _BASE**index % _BASE
 
 
 @cache

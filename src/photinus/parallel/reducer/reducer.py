@@ -430,7 +430,7 @@ class Reducer:
             # Not the enclosing backward (that would be older), not a nested one: a new one, after an exception.
             self._close(self._missing(), interrupted=True)
         # Counted in no_sync too: an optimizer step after it is a step all the same.
-        self.facts.begin_backward()
+        self.facts.begin_backward(slot)
         if self.sync_grad and self.forward_syncs and task not in self._tasks:
             if not self._open:
                 self._open = True
@@ -560,6 +560,8 @@ class Reducer:
             self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
             if not failed:
                 self._deliver(sparse)
+                if self.facts.steps is not None:
+                    self.facts.steps.note_averaged()
                 if learning and self.static_graph is not None:
                     self.static_graph.learn(self.slots)
                 self._errors.check_others(status)

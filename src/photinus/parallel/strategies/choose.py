@@ -50,6 +50,14 @@ def strategy_of(part: nn.Module | Optimizer) -> Strategy:
     return next((cls() for cls in _LOOKED_AT if cls.recognizes(looked_at)), DPStrategy())
 
 
+def is_replicated(model: nn.Module, world_size: int) -> bool:
+    """Return whether all ranks hold all parameters of a model, and always the same."""
+    group = getattr(model, "process_group", None)
+    if not getattr(model, "check_ranks", True):
+        return False
+    return strategy_of(model).replicates and (group is None or group.size() == world_size)
+
+
 def unwrap_compiled(model: nn.Module) -> nn.Module:
     """The model that torch.compile was called with, where it was called around a wrapped one; else the model itself."""
     inner = getattr(model, "_orig_mod", model)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,7 +15,15 @@ from torch.optim import Optimizer
 
 from ..ddp.ddp import DistributedDataParallel
 from ..exchange.agreement import place_in_group
-from ..zero.sharded_optimizer import check_repointable, check_shardable, consolidated_state, is_sharded, shard_optimizer
+from ..zero.sharded_optimizer import (
+    all_ranks_step_some,
+    check_repointable,
+    check_shardable,
+    consolidated_state,
+    is_sharded,
+    shard_optimizer,
+)
+from ..zero.step_facts import StepFacts
 from ..zero.watched_forwards import refuse_renorm
 from .strategy import Strategy, explain_errors
 
@@ -82,9 +92,16 @@ class Zero1Strategy(DDPStrategy):
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in `photinus.DistributedDataParallel`, and splits the optimizers in place."""
-        wrapped = super().wrap(model, device)
+        wrapped = cast(DistributedDataParallel, super().wrap(model, device))
         for optimizer in optimizers:
             shard_optimizer(optimizer, self.group)
+        if wrapped.check_ranks and self.group.size() > 1:
+            reference = weakref.ref(wrapped)
+            reads = partial(_unaveraged, reference), partial(_gradient_memory, reference)
+            facts = StepFacts(wrapped._named_parameters(), self.group, *reads)
+            if not all(map(all_ranks_step_some, optimizers)):
+                facts.ignore_states()
+            wrapped.step_facts = wrapped.reducer.facts.steps = facts
         return wrapped
 
     def save(self, part: nn.Module | Optimizer) -> dict[str, Any]:
@@ -103,6 +120,19 @@ class Zero1Strategy(DDPStrategy):
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Return whether it is a split optimizer, or a model as "ddp" wraps it."""
         return super().recognizes(part) or is_sharded(part)
+
+
+def _unaveraged(reference: weakref.ref[Any], parameters: Sequence[torch.Tensor]) -> list[str]:
+    """The names of those whose gradients come from a backward that no exchange has averaged."""
+    wrapped = reference()
+    slots = [] if wrapped is None else [slot for slot in wrapped.reducer.slots if slot.touched]
+    own = {id(parameter) for parameter in parameters} if slots else set()
+    return [slot.name for slot in slots if id(slot.parameter) in own and slot.parameter.grad is not None]
+
+
+def _gradient_memory(reference: weakref.ref[Any]) -> list[torch.Tensor]:
+    wrapped = reference()
+    return [] if wrapped is None else [bucket.payload for bucket in wrapped.reducer.buckets]
 
 
 class DPStrategy(Strategy):

@@ -33,6 +33,7 @@ from ..zero.sharded_optimizer import check_repointable, repoint
 from ..zero.split_gradients import SplitGradients, note_sums
 from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.split_values import watch_values
+from ..zero.step_facts import StepFacts, facts_of
 from ..zero.watched_forwards import refuse_renorm, watch_forwards
 from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_steps
 from .strategy import Strategy, explain_errors
@@ -65,9 +66,13 @@ class FullyShardedStrategy(Strategy):
             have to use the same parameters in the same order; a Loop finds out if they do not. Those that none used get
             no gradient.
         mp_policy: torch's MixedPrecisionPolicy, the dtypes in which units compute and gradients are averaged.
+        check_ranks: check that all ranks make the same optimizer steps, in every 8th forward (on GPUs over nccl: every
+            64th) and in `photinus.save`; see `photinus.parallel.zero.step_facts`. Default: True.
     """
 
-    accepted: ClassVar[frozenset[str]] = frozenset({"shard", "process_group", "find_unused_parameters", "mp_policy"})
+    accepted: ClassVar[frozenset[str]] = frozenset(
+        {"shard", "process_group", "find_unused_parameters", "mp_policy", "check_ranks"}
+    )
     forward_exchanges: ClassVar[bool] = True
     drops_after_forward: ClassVar[bool]
 
@@ -180,6 +185,8 @@ class FullyShardedStrategy(Strategy):
         explain_errors(model, group)
         watch_steps()
         watch_values()
+        if self.options.get("check_ranks", True) and group.size() > 1:
+            _check_steps(model, group)
         return model
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -220,6 +227,9 @@ class FullyShardedStrategy(Strategy):
             norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
             for part in parts:
                 part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            for facts in facts_of(wrapped.parameters()):
+                facts.note_call("clip", max_norm=max_norm, norm_type=norm_type)
+                facts.forgive_changes(wrapped.parameters())
             return norm
         norm = super().clip(wrapped, max_norm, norm_type)
         return cast(torch.Tensor, cast(Any, norm).full_tensor()) if is_split(norm) else norm
@@ -327,6 +337,16 @@ def _make_memory_for_training(model: nn.Module, *_: Any) -> None:
     vars(model)["has_gathered"] = True
 
 
+def _check_steps(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compares what the ranks do around their steps; no rank holds another one's part to compare with."""
+    facts = StepFacts(model.named_parameters(), group)
+    # Before the other hooks, which gather.
+    model.register_forward_pre_hook(_disable_dynamo(lambda *_: facts.begin_forward()), prepend=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # FSDP2 calls it when the average has come
+            cast(Any, parameter).register_post_accumulate_grad_hook(lambda each: facts.note_averaged((each,)))
+
+
 def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of a model that FSDP2 has split, split in the same way. All ranks make it; nothing is exchanged.
 
@@ -362,7 +382,8 @@ def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         new.__setstate__(copy.deepcopy(state, memo))
     own, first = {id(memo[id(unit)]) for unit in units}, next(iter(parameters.values()))
     policy = getattr(cast(Any, fully_shard).state(model), "_mp_policy", None)
-    options = {"process_group": first.device_mesh.get_group(), "mp_policy": policy}
+    checked = bool(facts_of(model.parameters()))
+    options = {"process_group": first.device_mesh.get_group(), "mp_policy": policy, "check_ranks": checked}
     strategy = Zero3Strategy(shard=lambda module: id(module) in own, **options)
     vars(strategy)["_start_as_rank_0"] = lambda *_: None  # the values come from the parts of the model
     copied: Any = strategy.wrap(memo[id(model)], first.to_local().device)

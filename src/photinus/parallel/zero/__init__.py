@@ -7,4 +7,5 @@ split_states       states that lie on several ranks, made whole; and whole ones,
 split_values       slices through which users write, and numbers that count the parts of all ranks
 watched_forwards   forwards of split models: the order of their units; writes into parameters, which would be lost
 watched_steps      steps of optimizers over split models: what a forward gathered is dropped before
+step_facts         what each rank did around its steps, compared, as no weight shows it where ranks split the work
 """

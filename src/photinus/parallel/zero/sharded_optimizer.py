@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ...errors import PhotinusError
 from ..exchange.tensors import tensors_in
 from .split_states import gather_states
+from .step_facts import facts_of
 
 _KNOWN = frozenset({"param_groups", "state", "defaults"})
 
@@ -106,7 +107,24 @@ class _Sharded(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps this rank's part, and brings everyone's to everyone."""
         _relink(self)
-        return cast("float | None", self._zero.step(closure))
+        facts = facts_of(parameter for group in self.param_groups for parameter in group["params"])
+
+        def begin() -> None:
+            for each in facts:
+                each.begin_step(self)
+
+        def evaluate() -> float:
+            assert closure is not None
+            loss = closure()
+            begin()
+            return loss
+
+        if closure is None:
+            begin()
+        loss = cast("float | None", self._zero.step(closure and evaluate))
+        for each in facts:
+            each.end_step(self)
+        return loss
 
     def state_dict(self, *, part: bool = False) -> dict[str, Any]:
         """Refuses to return this rank's part, unless it is asked for."""
@@ -156,6 +174,8 @@ def _shared(method: Callable[..., Any]) -> Callable[..., None]:
     def call(face: Any, *arguments: Any) -> None:
         method(face, *arguments)
         face._zero._sync_params()
+        for facts in facts_of(parameter for group in face.param_groups for parameter in group["params"]):
+            facts.end_step(face)
 
     return call
 
@@ -175,6 +195,12 @@ def _twin_of(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Optimi
 
 def _own(zero: Any) -> set[torch.Tensor]:
     return {parameter for group in zero.optim.param_groups for parameter in group["params"]}
+
+
+def all_ranks_step_some(optimizer: Optimizer) -> bool:
+    """Return whether each rank steps some of the parameters of a split optimizer."""
+    parts = cast(_Sharded, optimizer)._zero._partition_parameters()
+    return all(any(group["params"] for group in part) for part in parts)
 
 
 def _is_own(key: object, own: set[torch.Tensor]) -> bool:

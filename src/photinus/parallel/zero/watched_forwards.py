@@ -15,6 +15,7 @@ from ...errors import PhotinusError
 from ..exchange.tensors import tensors_in
 from .shard_units import own_modules
 from .split_states import is_split
+from .step_facts import AVERAGED
 
 _ORDER = "photinus_unit_order"
 _MASK = (1 << 53) - 1  # a float64 carries it
@@ -133,4 +134,10 @@ def _refuse_set_data() -> None:
             )
         data.__set__(parameter, value)
 
-    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    def get_data(tensor: Any) -> torch.Tensor:
+        # torch counts changes in place of what `detach` returns as changes of the tensor itself; see `StepFacts`.
+        is_watched = tensor in _split_parameters or AVERAGED in vars(tensor)
+        found: torch.Tensor = tensor.detach() if is_watched else data.__get__(tensor)
+        return found
+
+    DTensor.data = property(get_data, set_data)  # type: ignore[assignment]

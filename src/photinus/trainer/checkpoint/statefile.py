@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError
-from ...parallel import strategy_of
+from ...parallel import compare_ranks, strategy_of
 from ...parallel.exchange.agreement import check_alike, from_rank_0, gather_per_rank, place_in_group, together
 from ...parallel.zero.split_states import copy_state
 from ..data.loader import Loader, note_loaded
@@ -71,6 +71,8 @@ def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> No
 
     Raises:
         TypeError: an object cannot be saved so that it loads safely.
+        ModelMismatchError: the ranks hold different weights of a wrapped model, or made different optimizer steps; off
+            for models wrapped with check_ranks=False.
         CheckpointError: the file could not be written (disk full: with the path, the bytes needed and the bytes free).
     """
     path = Path(path)
@@ -78,6 +80,7 @@ def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> No
         finish_writing()
         if not state:
             raise ValueError(f"nothing to save in {path}: give it by name, as in save(path, model=model, epoch=3)")
+        compare_ranks([value for value in state.values() if isinstance(value, nn.Module)], f"before saving {path} ")
         real = Path(os.path.realpath(path))  # as torch.save does, what a link leads to is written, and not the link
         copied = _copy_parts(real.parent, state)
         if copied is None:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...parallel import strategy_of, unwrap_compiled
+from ...parallel import is_replicated, step_facts_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ...parallel.exchange.verify_models import compare_parameters, digest_of
@@ -102,12 +102,23 @@ class Replicas:
         self._models = [] if self._alone else [unwrap_compiled(model) for model in models]
         self._split = [*self._models]  # those that are; the order of others is always 0
         self._models = [model for model in self._models if is_replicated(model, session.world_size)]
+        self._step_facts = step_facts_of(self._split)
         self._optimizers = optimizers
         self._names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
         self._calls: dict[str, list[dict[str, JSON]]] = {}  # arguments, by step and call
         self._repeats: dict[str, int] = {}
         self._trained_s = 0.0  # since the digest before
         self._pause_s = 0.0  # to the next one
+
+    def begin(self) -> None:
+        """Bodies begin: what ranks do around their steps is compared here, and not with gradients or in forwards."""
+        for facts in self._step_facts:
+            facts.is_deferred = True
+
+    def end(self) -> None:
+        """Bodies are over."""
+        for facts in self._step_facts:
+            facts.is_deferred = False
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """Return the names of parameters in the models."""
@@ -137,7 +148,8 @@ class Replicas:
         began_s = time.perf_counter()
         options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
         orders = [unit_order(model) for model in self._split]
-        own = [_digest(repr((options, self._calls, orders)).encode()), 0.0, 0.0]
+        steps = [facts.digest for facts in self._step_facts]
+        own = [_digest(repr((options, self._calls, orders, steps)).encode()), 0.0, 0.0]
         if self._models and (saves or self._trained_s >= self._pause_s):
             digests = [digest_of(parameter).to(self._session.device) for _, parameter in self._named()]
             sums = torch.stack(digests).tolist() if digests else []
@@ -176,6 +188,8 @@ class Replicas:
             text = "the ranks used different blocks of a split model, or in another order, and got each other's weights"
             advice = "let all use the same ones, or give photinus.wrap find_unused_parameters=True"
             check_alike(orders, f"up to step {step} {text}; {advice}")
+            for facts in self._step_facts:
+                facts.compare()
         self._calls.clear()
         self._repeats.clear()
         if len(set(everyone[1::_WIDTH])) > 1:
@@ -189,14 +203,6 @@ class Replicas:
             prefix = f"state model {place}: " if place else ""
             named += [(prefix + n, p.detach()) for n, p in unwrap(model).named_parameters() if n not in ignored]
         return named
-
-
-def is_replicated(model: nn.Module, world_size: int) -> bool:
-    """Return whether all ranks hold all parameters of a model, and always the same."""
-    group = getattr(model, "process_group", None)
-    if not getattr(model, "check_ranks", True):
-        return False
-    return strategy_of(model).replicates and (group is None or group.size() == world_size)
 
 
 def _digest(data: bytes) -> float:

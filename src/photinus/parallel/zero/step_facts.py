@@ -1,0 +1,434 @@
+"""A record of what each rank did around its optimizer steps, so that none does in silence what others do not.
+
+Where the ranks split the work of a step, its result shows nothing of that: under "zero1" the ranks send each other
+what they have stepped, and are equal again; under "zero2" and "zero3" no part is held twice. So each rank keeps a
+digest of what it did, of all its steps so far. It covers, of each step:
+
+    options       of the optimizer's groups
+    clips         the bounds given to torch's clip_grad_norm_ and clip_grad_value_ since the step before
+    gradients     absent, made by hand, or changed (torch counts changes in place) since they were averaged
+    parameters    those that something changed since the step before
+    states        what the optimizer remembers and something changed since
+    values        "zero1" on CPUs, which holds all on each rank: of a part of the gradients and parameters, in turn
+
+Once ranks differ, their digests do for good, so comparing them may wait: under "zero1" they travel with the next
+gradients (see `rank_facts`), under "zero2" and "zero3" every few forwards exchange them, and `photinus.save` and a
+Loop compare them. Only where they differ do the ranks tell each other what they did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...errors import ModelMismatchError, PhotinusError
+from ..exchange.agreement import JSON, check_alike
+from ..exchange.collectives import control_device
+from ..exchange.verify_models import digest_of
+from .split_states import is_split, own_part
+
+AVERAGED = "photinus_averaged"  # on a gradient: (its version when it was averaged, a number for the backwards in it)
+_MASK = (1 << 20) - 1
+_STEPS_KEPT = 128  # for the message
+_WINDOW_ELEMS = 128 * 1024  # of gradients, and of parameters, whose values are looked at in one step
+_FORWARDS_PER_EXCHANGE = 8
+_FORWARDS_PER_EXCHANGE_ON_GPU = 64  # where reading the answer makes the host wait for the device
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+_all: weakref.WeakSet[StepFacts] = weakref.WeakSet()
+
+
+class StepFacts:
+    """Keeps what this rank does to one model and its optimizers, and compares it with the other ranks'.
+
+    Args:
+        named: (name, parameter), as they are trained: split ones under "zero2" and "zero3".
+        group: the ranks.
+        unaveraged: returns the names of those whose gradients come from a backward that no exchange has averaged.
+        memory: returns tensors of one dimension in which averaged gradients lie; values are compared where it is given.
+
+    Attributes:
+        digest: of all steps so far, 48 bits; equal on ranks that did the same.
+        is_split: whether the parameters are parts.
+        is_deferred: a Loop compares, with its losses.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        group: dist.ProcessGroup,
+        unaveraged: Callable[[Sequence[Tensor]], Sequence[str]] = lambda _: (),
+        memory: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        pairs = [(name, p) for name, p in named if p.requires_grad]
+        self._names = [name for name, _ in pairs]
+        self._parameters = [parameter for _, parameter in pairs]
+        self._group, self._unaveraged = group, unaveraged
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self.is_split = any(map(is_split, self._parameters))
+        # A right script may leave out a part without elements, and gradients of a unit count their changes together.
+        self._counts_parts = all(_all_ranks_have_some(each, group.size()) for each in self._parameters)
+        on_cpu = all(each.device.type == "cpu" for each in self._parameters)
+        self._memory = memory if on_cpu else None
+        self._bits: dict[int, tuple[int, Tensor]] = {}  # of parameters, by index: address, and the whole as integers
+        self._compares_states, self.is_deferred = True, False
+        self._forwards = 0
+        on_gpu = control_device(group).type != "cpu"
+        self._every = _FORWARDS_PER_EXCHANGE_ON_GPU if on_gpu else _FORWARDS_PER_EXCHANGE
+        self.restart()
+        for other in facts_of(self._parameters):  # of a wrapper that is gone: when it is collected, nobody knows
+            _all.discard(other)
+        _all.add(self)
+        _watch_clips()
+
+    def restart(self) -> None:
+        """All ranks are together again, whatever each has done."""
+        self.digest, self._steps = 0, 0
+        self._calls: list[dict[str, JSON]] = []
+        self._log: deque[tuple[Any, ...]] = deque(maxlen=_STEPS_KEPT)
+        self._versions = [self._version(each) for each in self._parameters]
+        # By optimizer: of each tensor that it remembers, by parameter and name, the tensor and its version.
+        self._states: dict[int, dict[tuple[int, str], tuple[weakref.ref[Tensor], int]]] = {}
+
+    def ignore_states(self) -> None:
+        """A rank steps no parameter, so it could not tell of changes of all that optimizers remember."""
+        self._compares_states = False
+
+    def concerns(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the model has any of these."""
+        return any(id(each) in self._index for each in parameters)
+
+    # ---- what is noted
+
+    def note_averaged(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """The gradients of these, or of all, are averages now."""
+        for parameter in self._parameters if parameters is None else parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                version, before = self._version(gradient), vars(gradient).get(AVERAGED)
+                code = 0
+                if before is not None and self.is_split:  # added to one that was not cleared
+                    code = (31 * before[1] + version - before[0] + 1) & _MASK
+                vars(gradient)[AVERAGED] = (version, code)
+
+    def note_call(self, call: str, **arguments: JSON) -> None:
+        """A call has changed gradients, which all ranks have to make with the same arguments before their step."""
+        self._calls.append({f"{call}, {name}": value for name, value in arguments.items()})
+
+    def forgive_changes(self, parameters: Iterable[Tensor]) -> None:
+        """Forget how the gradients of these were changed so far: that is noted otherwise."""
+        for gradient in (each.grad for each in parameters):
+            if gradient is not None and AVERAGED in vars(gradient):
+                vars(gradient)[AVERAGED] = (self._version(gradient), vars(gradient)[AVERAGED][1])
+
+    def forget(self) -> None:
+        """All ranks have done the same up to now."""
+        self._log.clear()
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Notes what is to be stepped with.
+
+        Raises:
+            PhotinusError: gradients that no exchange has averaged; on all ranks where all have some.
+        """
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._index]
+        if unaveraged := self._unaveraged(own):
+            self._check_unaveraged(unaveraged, optimizer)
+        places = [self._index[id(each)] for each in own]
+        gradients = [self._gradient_code(each) for each in own]
+        changed = [i for i, each in zip(places, own, strict=True) if self._version(each) != self._versions[i]]
+        options = [
+            [(k, v if v.__class__ in _PLAIN else _plain(v)) for k, v in group.items() if k != "params"]
+            for group in optimizer.param_groups
+        ]
+        values = self._values(own, gradients)
+        fact = (options, self._calls, gradients, changed, self._changed_states(optimizer), values)
+        self._note((type(optimizer).__name__, places, *fact))
+        self._calls = []
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """The step is done: what changes from now on, something else has changed."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            index = self._index.get(id(parameter))
+            if index is not None:
+                self._versions[index] = self._version(parameter)
+        self._states[id(optimizer)] = {
+            (self._index[id(parameter)], name): (weakref.ref(value), value._version)
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in self._index
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def _note(self, fact: tuple[Any, ...]) -> None:
+        self._steps += 1
+        self._log.append((self._steps, *fact))
+        data = repr((self.digest, fact)).encode()
+        self.digest = int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
+
+    def _gradient_code(self, parameter: Tensor) -> tuple[int, int] | int | None:
+        """None: absent. -1: made by hand. 0: as averaged. Else how often it was changed since, and its backwards."""
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        mark = vars(gradient).get(AVERAGED)
+        if mark is None:
+            return -1
+        changes = self._version(gradient) - mark[0]
+        return (changes, mark[1]) if changes or mark[1] else 0
+
+    def _changed_states(self, optimizer: Optimizer) -> list[Any]:
+        """Return what the optimizer remembers and something else than a step has changed: (parameter, name), or the
+        names alone where each rank remembers other parameters."""
+        before = self._states.get(id(optimizer))
+        if before is None or not self._compares_states:
+            return []
+        changed: set[tuple[int, str]] = set()
+        found = 0
+        for parameter, state in optimizer.state.items():
+            index = self._index.get(id(parameter))
+            for name, value in state.items():
+                if index is not None and isinstance(value, Tensor):
+                    found += 1
+                    reference, version = before.get((index, name), (None, 0))
+                    if reference is None or reference() is not value or value._version != version:
+                        changed.add((index, name))
+        if found < len(before):
+            there = {id(p): state for p, state in optimizer.state.items()}
+            changed |= {k for k in before if k[1] not in there.get(id(self._parameters[k[0]]), {})}
+        return sorted(changed) if self.is_split else sorted({name for _, name in changed})
+
+    def _version(self, tensor: Tensor) -> int:
+        part = getattr(tensor, "_local_tensor", None) if self.is_split and self._counts_parts else None
+        return tensor._version if part is None else tensor._version + part._version
+
+    def _values(self, own: Sequence[Tensor], codes: Sequence[Any]) -> tuple[int, int]:
+        """Digests of the part of the gradients and parameters whose turn it is, and of gradients made by hand."""
+        if self._memory is None:
+            return 0, 0
+        gradients = _turn([_bits(each) for each in self._memory()], self._steps)
+        gradients += [
+            _bits(each.grad)[:_WINDOW_ELEMS]
+            for each, code in zip(own, codes, strict=True)
+            if code == -1 and each.grad is not None and each.grad.layout == torch.strided
+        ]
+        return _digest(gradients), _digest(_turn(self._parameter_bits(), self._steps))
+
+    def _parameter_bits(self) -> list[Tensor]:
+        flats = []
+        for index, parameter in enumerate(self._parameters):
+            address = parameter.data_ptr()
+            bits = self._bits.get(index)
+            if bits is None or bits[0] != address or not parameter.is_contiguous():
+                bits = self._bits[index] = (address, _bits(parameter))
+            flats.append(bits[1])
+        return flats
+
+    def _check_unaveraged(self, names: Sequence[str], optimizer: Optimizer) -> None:
+        """Refuses gradients of `no_sync` that nothing has averaged: unless they are equal, as averaged by hand."""
+        waiting = set(names)
+        own = [_flat(p.grad) for p, name in zip(self._parameters, self._names, strict=True) if name in waiting]
+        if len(set(self._gather(int(sum(digest_of(each) for each in own)) % 2**62))) > 1:
+            raise unaveraged_error(optimizer, names)
+
+    # ---- comparing
+
+    def begin_forward(self) -> None:
+        """Compares every few forwards, which all ranks make equally often."""
+        if self._group.size() == 1 or torch._C._current_graph_task_id() != -1:  # activation checkpoints repeat forwards
+            return
+        self._forwards += 1
+        if self._forwards % self._every == 0 and not self.is_deferred:
+            self.compare()
+
+    def compare(self, *, saving: bool = False) -> None:
+        """Compares what the ranks did; every rank calls it.
+
+        Args:
+            saving: compare also what was changed since the last step.
+
+        Raises:
+            ModelMismatchError: they did different things; on all ranks, names what, and the ranks.
+        """
+        if self._group.size() == 1:
+            return
+        pending = [i for i, p in enumerate(self._parameters) if self._version(p) != self._versions[i]] if saving else []
+        data = repr((self.digest, pending)).encode()
+        if len(set(self._gather(int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")))) > 1:
+            self.explain({f"changed after step {self._steps}": [self._names[index] for index in pending]})
+        self.forget()
+
+    def explain(self, pending: dict[str, JSON] | None = None) -> None:
+        """The digests of the ranks differ: all ranks call this. Raises ModelMismatchError, says what differs."""
+        found: dict[str, JSON] = {"optimizer steps": self._steps}
+        for entry in self._log:
+            found |= self._readable(*entry)
+        text = "the ranks made different optimizer steps, and each rank steps a part of the model"
+        advice = (
+            f"Set options, clip, and change gradients, weights and optimizer states on all ranks alike. Seen from rank "
+            f"{self._group.rank()}. To let ranks differ: check_ranks=False in photinus.wrap."
+        )
+        try:
+            check_alike({**found, **(pending or {})}, text, self._group)
+        except ValueError as error:
+            raise ModelMismatchError(f"{error} {advice}") from None
+        raise ModelMismatchError(f"{text}; what differs is more than {len(self._log)} steps old. {advice}")
+
+    def _readable(
+        self,
+        step: int,
+        kind: str,
+        places: Sequence[int],
+        options: Sequence[Sequence[tuple[str, JSON]]],
+        calls: Sequence[dict[str, JSON]],
+        gradients: Sequence[Any],
+        changed: Sequence[int],
+        states: Sequence[Any],
+        values: tuple[int, int],
+    ) -> dict[str, JSON]:
+        where = f"{kind}.step() {step}, "
+        found: dict[str, JSON] = {
+            f"{where}{f'group {number}, ' * (len(options) > 1)}{name}": value
+            for number, group in enumerate(options)
+            for name, value in group
+        }
+        for number, call in enumerate(calls):
+            found |= {f"before {where}{f'call {number + 1}, ' * (number > 0)}{name}": v for name, v in call.items()}
+        for index, code in zip(places, gradients, strict=True):
+            found[f"{where}gradient of {self._names[index]}"] = _describe(code)
+        found[f"{where}parameters changed before it"] = [self._names[index] for index in changed]
+        found[f"{where}state changed before it"] = [
+            each if isinstance(each, str) else f"{each[1]} of {self._names[each[0]]}" for each in states
+        ]
+        for name, value in zip(("gradients", "parameters"), values, strict=True):
+            found[f"{where}digest of {name}"] = f"{value % 2**32:08x}"
+        return found
+
+    def _gather(self, number: int) -> list[int]:
+        own = torch.tensor([number], dtype=torch.int64, device=control_device(self._group))
+        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(gathered, own, group=self._group)
+        return [int(each) for each in torch.cat(gathered).tolist()]
+
+
+def facts_of(parameters: Iterable[Tensor]) -> list[StepFacts]:
+    """Return those of the models that have any of these parameters."""
+    own = list(parameters)
+    return [facts for facts in _all if facts.concerns(own)]
+
+
+def unaveraged_error(optimizer: Optimizer, names: Sequence[str]) -> PhotinusError:
+    """Return the error of a step whose gradients no exchange has averaged."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return PhotinusError(
+        f"{type(optimizer).__name__}.step() found gradients that no exchange has averaged over the ranks (of "
+        f"{', '.join(names[:3])}{more}): the last backward of this step ran inside no_sync(), or none followed it. Run "
+        f"the last forward and backward before each step outside of no_sync(), on all ranks, also where its batch is "
+        f"left out (with a loss times 0); or drop the gradients by optimizer.zero_grad(), and leave the step out."
+    )
+
+
+def _describe(code: Any) -> str:
+    if code is None:
+        return "absent"
+    if code == -1:
+        return "made by hand"
+    if code == 0:
+        return "as averaged"
+    changes, backwards = code
+    text = f"changed {changes} times since it was averaged" if changes else "as averaged"
+    return text + f", added to an earlier one ({backwards})" * bool(backwards)
+
+
+def _plain(value: Any) -> Any:
+    """An option as numbers and text, whose repr is equal on all ranks where it is."""
+    if isinstance(value, Tensor):  # reading one on a GPU would make the host wait
+        return value.tolist() if value.device.type == "cpu" else "on a device"
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value.__class__ in _PLAIN else type(value).__name__
+
+
+def _all_ranks_have_some(parameter: Any, size: int) -> bool:
+    """Return whether no rank's part of a parameter is empty: rows are cut as torch.chunk cuts them."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return not is_split(parameter) or (rows > 0 and -(-rows // -(-rows // size)) == size)
+
+
+def _turn(flats: Sequence[Tensor], step: int) -> list[Tensor]:
+    """The pieces of these that are looked at in a step: up to _WINDOW_ELEMS elements."""
+    sizes = [each.numel() for each in flats]
+    total = sum(sizes)
+    if total <= _WINDOW_ELEMS:
+        return [*flats]
+    begin = step % -(-total // _WINDOW_ELEMS) * _WINDOW_ELEMS
+    pieces = []
+    for flat, size in zip(flats, sizes, strict=True):
+        if begin < size and begin > -_WINDOW_ELEMS:
+            pieces.append(flat[max(0, begin) : begin + _WINDOW_ELEMS])
+        begin -= size
+    return pieces
+
+
+def _flat(tensor: Any) -> Tensor:
+    flat: Tensor = own_part(tensor).detach()
+    return (flat.to_dense() if flat.layout != torch.strided else flat).reshape(-1)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
+def _digest(pieces: Sequence[Tensor]) -> int:
+    """The sum of the integers, as `digest_of`; one call for many small tensors."""
+    if len(pieces) > 1 and len({each.dtype for each in pieces}) == 1:
+        pieces = [torch.cat([*pieces])]
+    return sum(int(each.sum(dtype=torch.int64)) for each in pieces)
+
+
+# ---- torch's clipping, whose bounds are the same on all ranks
+
+
+@cache
+def _watch_clips() -> None:
+    """Notes the bounds of torch's functions, by whatever name a script has imported them: each is a wrapper that holds
+    the function itself in a cell."""
+    from torch.nn.utils import clip_grad
+
+    arguments = {
+        "clip_grad_norm_": ("max_norm", "norm_type"),
+        "clip_grad_value_": ("clip_value",),
+        "_clip_grads_with_norm_": ("max_norm",),
+    }
+    for name, names in arguments.items():
+        for cell in getattr(getattr(clip_grad, name, None), "__closure__", None) or ():
+            if callable(cell.cell_contents):
+                cell.cell_contents = partial(_clip, cell.cell_contents, name.strip("_"), names)
+
+
+def _clip(function: Callable[..., Any], name: str, names: Sequence[str], parameters: Any, *args: Any, **kw: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return function(parameters, *args, **kw)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    result = function(parameters, *args, **kw)
+    bounds = {k: v for k, v in {**dict(zip(names, args, strict=False)), **kw}.items() if k in names}
+    bounds = {k: float(v) for k, v in bounds.items() if not (isinstance(v, Tensor) and v.device.type != "cpu")}
+    for facts in facts_of(parameters):
+        if bounds.get("max_norm", 0.0) < math.inf:  # without a bound it only looks
+            facts.note_call(name, **bounds)
+        facts.forgive_changes(each for each in parameters if facts.concerns((each,)))
+    return result
