@@ -245,13 +245,13 @@ def change_gradients(doing: str, weight: Any, trained: list[Any], optimizer: Any
     import torch
     from torch import nn
 
+    if doing == "gradient multiplied":
+        weight.grad.mul_(3)
     if doing != "clip left out" and not doing.startswith("all run"):
         kind = 1.0 if doing == "other norm_type" else 2.0
         nn.utils.clip_grad_norm_(trained, 0.02 if doing == "other max_norm" else 0.1, kind)
     if doing in ("values clipped", "all clip values"):
         nn.utils.clip_grad_value_(trained, 0.001)
-    if doing == "gradient multiplied":
-        weight.grad.mul_(3)
     if doing == "gradient multiplied by data":
         weight.grad.data.mul_(3)
     if doing == "gradient replaced":

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from ..ddp.ddp import DistributedDataParallel
 from ..exchange.agreement import place_in_group
 from ..zero.sharded_optimizer import (
-    all_ranks_step_some,
     check_repointable,
     check_shardable,
     consolidated_state,
     is_sharded,
+    note_steps,
     shard_optimizer,
 )
 from ..zero.step_facts import StepFacts
@@ -99,8 +99,7 @@ class Zero1Strategy(DDPStrategy):
             reference = weakref.ref(wrapped)
             reads = partial(_unaveraged, reference), partial(_gradient_memory, reference)
             facts = StepFacts(wrapped._named_parameters(), self.group, *reads)
-            if not all(map(all_ranks_step_some, optimizers)):
-                facts.ignore_states()
+            note_steps(optimizers, facts)
             wrapped.step_facts = wrapped.reducer.facts.steps = facts
         return wrapped
 

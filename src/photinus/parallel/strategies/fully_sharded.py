@@ -225,11 +225,13 @@ class FullyShardedStrategy(Strategy):
             norms = [torch.empty_like(own) for _ in range(gradients[0].device_mesh.size())]
             dist.all_gather(norms, own, group=gradients[0].device_mesh.get_group())
             norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            parameters = [*wrapped.parameters()]
+            before = [(facts, facts.gradient_versions(parameters)) for facts in facts_of(parameters)]
             for part in parts:
                 part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-            for facts in facts_of(wrapped.parameters()):
+            for facts, versions in before:
                 facts.note_call("clip", max_norm=max_norm, norm_type=norm_type)
-                facts.forgive_changes(wrapped.parameters())
+                facts.forgive_changes(parameters, versions)
             return norm
         norm = super().clip(wrapped, max_norm, norm_type)
         return cast(torch.Tensor, cast(Any, norm).full_tensor()) if is_split(norm) else norm

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...errors import PhotinusError
 from ..exchange.tensors import tensors_in
 from .split_states import gather_states
-from .step_facts import facts_of
+from .step_facts import StepFacts
 
 _KNOWN = frozenset({"param_groups", "state", "defaults"})
 
@@ -75,6 +75,7 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
     patched = "step" in vars(optimizer)  # by a scheduler that was made before: it has the old class's step inside
     optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
     optimizer._zero = zero  # type: ignore[attr-defined]
+    optimizer._step_facts = None  # type: ignore[attr-defined]
     # Where it is true (fused=True), GradScaler would leave unscaling to an optimizer that steps nothing itself.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _link(optimizer, remembered)
@@ -103,15 +104,16 @@ class _Sharded(Optimizer):
 
     _zero: Any
     _linked: list[list[int]]
+    _step_facts: StepFacts | None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps this rank's part, and brings everyone's to everyone."""
         _relink(self)
-        facts = facts_of(parameter for group in self.param_groups for parameter in group["params"])
+        facts = self._step_facts
 
         def begin() -> None:
-            for each in facts:
-                each.begin_step(self)
+            if facts is not None:
+                facts.begin_step(self)
 
         def evaluate() -> float:
             assert closure is not None
@@ -122,8 +124,8 @@ class _Sharded(Optimizer):
         if closure is None:
             begin()
         loss = cast("float | None", self._zero.step(closure and evaluate))
-        for each in facts:
-            each.end_step(self)
+        if facts is not None:
+            facts.end_step(self)
         return loss
 
     def state_dict(self, *, part: bool = False) -> dict[str, Any]:
@@ -174,8 +176,8 @@ def _shared(method: Callable[..., Any]) -> Callable[..., None]:
     def call(face: Any, *arguments: Any) -> None:
         method(face, *arguments)
         face._zero._sync_params()
-        for facts in facts_of(parameter for group in face.param_groups for parameter in group["params"]):
-            facts.end_step(face)
+        if face._step_facts is not None:
+            face._step_facts.end_step(face)
 
     return call
 
@@ -197,7 +199,15 @@ def _own(zero: Any) -> set[torch.Tensor]:
     return {parameter for group in zero.optim.param_groups for parameter in group["params"]}
 
 
-def all_ranks_step_some(optimizer: Optimizer) -> bool:
+def note_steps(optimizers: Sequence[Optimizer], facts: StepFacts) -> None:
+    """Notes from now on what is done around the steps of split optimizers."""
+    for optimizer in cast("Sequence[_Sharded]", optimizers):
+        optimizer._step_facts = facts
+    if not all(map(_all_ranks_step_some, optimizers)):
+        facts.ignore_states()
+
+
+def _all_ranks_step_some(optimizer: Optimizer) -> bool:
     """Return whether each rank steps some of the parameters of a split optimizer."""
     parts = cast(_Sharded, optimizer)._zero._partition_parameters()
     return all(any(group["params"] for group in part) for part in parts)

@@ -9,7 +9,8 @@ digest of what it did, of all its steps so far. It covers, of each step:
     gradients     absent, made by hand, or changed (torch counts changes in place) since they were averaged
     parameters    those that something changed since the step before
     states        what the optimizer remembers and something changed since
-    values        "zero1" on CPUs, which holds all on each rank: of a part of the gradients and parameters, in turn
+    values        "zero1" on CPUs, which holds all on each rank: of a part of the gradients and parameters, in turn, in
+                  every eighth step and where something was changed
 
 Once ranks differ, their digests do for good, so comparing them may wait: under "zero1" they travel with the next
 gradients (see `rank_facts`), under "zero2" and "zero3" every few forwards exchange them, and `photinus.save` and a
@@ -41,6 +42,7 @@ AVERAGED = "photinus_averaged"  # on a gradient: (its version when it was averag
 _MASK = (1 << 20) - 1
 _STEPS_KEPT = 128  # for the message
 _WINDOW_ELEMS = 128 * 1024  # of gradients, and of parameters, whose values are looked at in one step
+_STEPS_PER_VALUES = 8  # and in each step before which something was changed
 _FORWARDS_PER_EXCHANGE = 8
 _FORWARDS_PER_EXCHANGE_ON_GPU = 64  # where reading the answer makes the host wait for the device
 
@@ -96,7 +98,10 @@ class StepFacts:
     def restart(self) -> None:
         """All ranks are together again, whatever each has done."""
         self.digest, self._steps = 0, 0
+        self._last: tuple[Any, ...] = ()
+        self._last_hash = 0
         self._calls: list[dict[str, JSON]] = []
+        self._marks: list[tuple[int, int] | None] = [None for _ in self._parameters]  # of averages: address, version
         self._log: deque[tuple[Any, ...]] = deque(maxlen=_STEPS_KEPT)
         self._versions = [self._version(each) for each in self._parameters]
         # By optimizer: of each tensor that it remembers, by parameter and name, the tensor and its version.
@@ -114,12 +119,17 @@ class StepFacts:
 
     def note_averaged(self, parameters: Iterable[Tensor] | None = None) -> None:
         """The gradients of these, or of all, are averages now."""
-        for parameter in self._parameters if parameters is None else parameters:
-            gradient = parameter.grad
+        if not self.is_split:
+            # Where they lie tells them from others: their memory is not freed.
+            grads = [each.grad for each in self._parameters]
+            dense = [each if each is not None and each.layout == torch.strided else None for each in grads]
+            self._marks = [None if each is None else (each.data_ptr(), each._version) for each in dense]
+            return
+        for gradient in [each.grad for each in parameters or ()]:
             if gradient is not None:
                 version, before = self._version(gradient), vars(gradient).get(AVERAGED)
                 code = 0
-                if before is not None and self.is_split:  # added to one that was not cleared
+                if before is not None:  # added to one that was not cleared
                     code = (31 * before[1] + version - before[0] + 1) & _MASK
                 vars(gradient)[AVERAGED] = (version, code)
 
@@ -127,11 +137,22 @@ class StepFacts:
         """A call has changed gradients, which all ranks have to make with the same arguments before their step."""
         self._calls.append({f"{call}, {name}": value for name, value in arguments.items()})
 
-    def forgive_changes(self, parameters: Iterable[Tensor]) -> None:
-        """Forget how the gradients of these were changed so far: that is noted otherwise."""
-        for gradient in (each.grad for each in parameters):
-            if gradient is not None and AVERAGED in vars(gradient):
-                vars(gradient)[AVERAGED] = (self._version(gradient), vars(gradient)[AVERAGED][1])
+    def gradient_versions(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Return how often the gradients of these were changed, for `forgive_changes`."""
+        return [0 if each.grad is None else self._version(each.grad) for each in parameters]
+
+    def forgive_changes(self, parameters: Sequence[Tensor], before: Sequence[int]) -> None:
+        """Forget how the gradients of these were changed since `gradient_versions`: that is noted otherwise."""
+        for parameter, version in zip(parameters, before, strict=True):
+            gradient, index = parameter.grad, self._index.get(id(parameter))
+            if gradient is None or index is None:
+                continue
+            mark, changes = self._marks[index], self._version(gradient) - version
+            if self.is_split and AVERAGED in vars(gradient):
+                old, code = vars(gradient)[AVERAGED]
+                vars(gradient)[AVERAGED] = (old + changes, code)
+            elif mark is not None and mark[0] == gradient.data_ptr():
+                self._marks[index] = (mark[0], mark[1] + changes)
 
     def forget(self) -> None:
         """All ranks have done the same up to now."""
@@ -147,16 +168,24 @@ class StepFacts:
         if unaveraged := self._unaveraged(own):
             self._check_unaveraged(unaveraged, optimizer)
         places = [self._index[id(each)] for each in own]
-        gradients = [self._gradient_code(each) for each in own]
+        code = self._code_of_part if self.is_split else self._code_of_whole
+        gradients = [code(i, each.grad) for i, each in zip(places, own, strict=True)]
         changed = [i for i, each in zip(places, own, strict=True) if self._version(each) != self._versions[i]]
         options = [
             [(k, v if v.__class__ in _PLAIN else _plain(v)) for k, v in group.items() if k != "params"]
             for group in optimizer.param_groups
         ]
-        values = self._values(own, gradients)
-        fact = (options, self._calls, gradients, changed, self._changed_states(optimizer), values)
-        self._note((type(optimizer).__name__, places, *fact))
+        is_noted = bool(self._calls or changed or any(gradients))
+        is_due = is_noted or self._steps % _STEPS_PER_VALUES == 0
+        values = self._values(own, gradients) if is_due and self._memory is not None else (0, 0)
+        states = self._changed_states(optimizer)
+        fact = (type(optimizer).__name__, places, options, self._calls, gradients, changed, states)
         self._calls = []
+        self._steps += 1
+        self._log.append((self._steps, *fact, values))
+        if fact != self._last:  # it seldom is another one than that of the step before
+            self._last, self._last_hash = fact, _hash(fact)
+        self.digest = (1000003 * self.digest + self._last_hash + 31 * values[0] + 17 * values[1]) % 2**48
 
     def end_step(self, optimizer: Optimizer) -> None:
         """The step is done: what changes from now on, something else has changed."""
@@ -172,15 +201,17 @@ class StepFacts:
             if isinstance(value, Tensor)
         }
 
-    def _note(self, fact: tuple[Any, ...]) -> None:
-        self._steps += 1
-        self._log.append((self._steps, *fact))
-        data = repr((self.digest, fact)).encode()
-        self.digest = int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
-
-    def _gradient_code(self, parameter: Tensor) -> tuple[int, int] | int | None:
+    def _code_of_whole(self, index: int, gradient: Tensor | None) -> tuple[int, int] | int | None:
         """None: absent. -1: made by hand. 0: as averaged. Else how often it was changed since, and its backwards."""
-        gradient = parameter.grad
+        if gradient is None:
+            return None
+        mark = self._marks[index]
+        if mark is None or gradient.layout != torch.strided or mark[0] != gradient.data_ptr():
+            return -1
+        changes = gradient._version - mark[1]
+        return (changes, 0) if changes else 0
+
+    def _code_of_part(self, index: int, gradient: Tensor | None) -> tuple[int, int] | int | None:
         if gradient is None:
             return None
         mark = vars(gradient).get(AVERAGED)
@@ -216,15 +247,15 @@ class StepFacts:
 
     def _values(self, own: Sequence[Tensor], codes: Sequence[Any]) -> tuple[int, int]:
         """Digests of the part of the gradients and parameters whose turn it is, and of gradients made by hand."""
-        if self._memory is None:
-            return 0, 0
-        gradients = _turn([_bits(each) for each in self._memory()], self._steps)
+        assert self._memory is not None
+        step = self._steps // _STEPS_PER_VALUES
+        gradients = _turn([_bits(each) for each in self._memory()], step)
         gradients += [
             _bits(each.grad)[:_WINDOW_ELEMS]
             for each, code in zip(own, codes, strict=True)
             if code == -1 and each.grad is not None and each.grad.layout == torch.strided
         ]
-        return _digest(gradients), _digest(_turn(self._parameter_bits(), self._steps))
+        return _digest(gradients), _digest(_turn(self._parameter_bits(), step))
 
     def _parameter_bits(self) -> list[Tensor]:
         flats = []
@@ -265,8 +296,7 @@ class StepFacts:
         if self._group.size() == 1:
             return
         pending = [i for i, p in enumerate(self._parameters) if self._version(p) != self._versions[i]] if saving else []
-        data = repr((self.digest, pending)).encode()
-        if len(set(self._gather(int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")))) > 1:
+        if len(set(self._gather(_hash((self.digest, pending))))) > 1:
             self.explain({f"changed after step {self._steps}": [self._names[index] for index in pending]})
         self.forget()
 
@@ -340,6 +370,10 @@ def unaveraged_error(optimizer: Optimizer, names: Sequence[str]) -> PhotinusErro
     )
 
 
+def _hash(fact: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(fact).encode(), digest_size=6).digest(), "little")
+
+
 def _describe(code: Any) -> str:
     if code is None:
         return "absent"
@@ -403,6 +437,9 @@ def _digest(pieces: Sequence[Tensor]) -> int:
 # ---- torch's clipping, whose bounds are the same on all ranks
 
 
+_clipping: list[str] = []  # the outermost call that runs: one of these functions calls another
+
+
 @cache
 def _watch_clips() -> None:
     """Notes the bounds of torch's functions, by whatever name a script has imported them: each is a wrapper that holds
@@ -421,14 +458,19 @@ def _watch_clips() -> None:
 
 
 def _clip(function: Callable[..., Any], name: str, names: Sequence[str], parameters: Any, *args: Any, **kw: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _clipping:
         return function(parameters, *args, **kw)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    result = function(parameters, *args, **kw)
+    before = [(facts, facts.gradient_versions(parameters)) for facts in facts_of(parameters)]
+    _clipping.append(name)
+    try:
+        result = function(parameters, *args, **kw)
+    finally:
+        _clipping.clear()
     bounds = {k: v for k, v in {**dict(zip(names, args, strict=False)), **kw}.items() if k in names}
     bounds = {k: float(v) for k, v in bounds.items() if not (isinstance(v, Tensor) and v.device.type != "cpu")}
-    for facts in facts_of(parameters):
+    for facts, versions in before:
         if bounds.get("max_norm", 0.0) < math.inf:  # without a bound it only looks
             facts.note_call(name, **bounds)
-        facts.forgive_changes(each for each in parameters if facts.concerns((each,)))
+        facts.forgive_changes(parameters, versions)
     return result
