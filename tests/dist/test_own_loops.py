@@ -64,7 +64,9 @@ RIGHT = [
     "all make gradients",
     "all clip values",
     "all change moments",
+    "all reset moments of a layer",
     "all load states",
+    "all step in inference mode",
     "all change weights",
     "all scale",
     "all average by hand",
@@ -72,8 +74,8 @@ RIGHT = [
     "rank 0 looks at the norm",
     "unchecked",
 ]
-NO_PARTS = ("all average by hand", "rank 0 looks at the norm")
-"""These are for strategies that hold whole gradients."""
+NO_PARTS = ("all average by hand", "all step in inference mode", "rank 0 looks at the norm")
+"""These are for strategies that hold whole gradients: torch's DTensors refuse inference mode."""
 
 LEFT: dict[tuple[str, str], str] = {}
 """Cases that train on in silence, and why; docs/troubleshooting.md has them."""
@@ -93,6 +95,7 @@ def test_what_one_rank_does_to_a_step_is_an_error_on_all(tmp_path: Path) -> None
         "all run in no_sync": r"no exchange has averaged over the ranks \(of 0.weight, 0.bias",
     }
     right = ["all add noise", "all make gradients", "all change moments", "all accumulate", "unchecked"]
+    right += ["all reset moments of a layer", "all step in inference mode"]
     found = outcomes(tmp_path, [*said, *right], ("zero1", "zero2"))
     found |= outcomes(tmp_path / "replicas", ["step left out at the end"], ("ddp", "torch-ddp"))
     for (way, strategy), ranks in found.items():
@@ -112,6 +115,82 @@ def test_no_misbehaviour_in_a_loop_of_ones_own_trains_on_in_silence(
     found = outcomes(tmp_path, ways, (strategy,), world_size)
     wrong = {c: ranks for c, ranks in found.items() if c not in LEFT and not is_right(*c, ranks)}
     assert not wrong, "\n".join(f"{case}: {ranks}" for case, ranks in wrong.items())
+
+
+def test_ranks_that_keep_other_objects_make_the_same_steps(tmp_path: Path) -> None:
+    found = values(
+        run_ranks(f"{__name__}:keep_objects", world_size=2, timeout_s=120, arguments={"folder": str(tmp_path)})
+    )
+    assert found == [True, True]
+
+
+def keep_objects(rank: int, world_size: int, folder: str) -> bool:
+    """Where one object goes, and a new one may take its place in memory, differs among the ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import photinus
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(folder + "/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    kept: list[object] = []
+    with photinus.init(device="cpu", seed=1):
+        models = []
+        for number in range(6):
+            kept.append([object() for _ in range(1000 * rank * number)])
+            models.append(photinus.wrap(nn.Linear(4, 2), strategy="zero3"))
+        for steps, model in enumerate(models):
+            for _ in range(4):
+                optimizer = torch.optim.Adam(model.parameters())
+                for _ in range(1 + steps):
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if rank == 0:
+                    kept.append(optimizer)
+                del optimizer
+        photinus.save(Path(folder, "all.pt"), model=nn.ModuleList(models))
+    dist.destroy_process_group()
+    return True
+
+
+def test_zero1_steps_parameters_that_are_lazily_conjugated_or_negated() -> None:
+    for alone, together in values(run_ranks(f"{__name__}:step_lazy", world_size=2, backend="photinus", timeout_s=120)):
+        assert together == alone
+
+
+def step_lazy(rank: int, world_size: int) -> list[list[str]]:
+    import torch
+    from torch import nn
+
+    import photinus
+
+    class Lazy(nn.Module):
+        def __init__(self, value: torch.Tensor) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(value[:2]), nn.Parameter(value[2:])
+
+        def forward(self) -> torch.Tensor:
+            return (self.first * self.second).abs().sum()
+
+    found: list[list[str]] = [[], []]
+    with photinus.init(device="cpu", seed=1):
+        for is_negative in (False, True):
+            for place, strategy in enumerate((None, "zero1")):
+                value = torch.tensor([1 + 2j, 3 - 1j, 2j, 1]).conj()
+                net = Lazy(value.imag if is_negative else value)
+                optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+                model: Any = net
+                if strategy:
+                    model, optimizer = photinus.wrap(net, optimizer, strategy=strategy)
+                for _ in range(10):
+                    model().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[place].append(str([net.first.tolist(), net.second.tolist()]))
+    return found
 
 
 def is_right(way: str, strategy: str, ranks: list[str]) -> bool:
@@ -224,7 +303,8 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
         if doing == "other weight_decay":
             group["weight_decay"] = 0.5
         if not doing.startswith("step left out"):
-            scaler.step(optimizer)
+            with torch.inference_mode(doing == "all step in inference mode"):
+                scaler.step(optimizer)
             scaler.update()
         if doing == "another step":
             optimizer.step()
@@ -285,6 +365,9 @@ def change_weights(doing: str, model: Any, weight: Any, optimizer: Any, copy: An
     if doing in ("moments changed", "all change moments"):
         for state in optimizer.state.values():
             state["exp_avg"].mul_(2)
+    bias = optimizer.param_groups[0]["params"][1]
+    if doing == "all reset moments of a layer" and bias in optimizer.state:  # "zero1": of one rank
+        optimizer.state[bias]["exp_avg"].zero_()
     if doing in ("states loaded", "all load states"):
         state = copy.deepcopy(torch.optim.Optimizer.state_dict(optimizer))
         for each in state["state"].values():

@@ -66,7 +66,7 @@ class StepDigests(Protocol):
         """All ranks have done the same up to now."""
 
     def explain(self) -> None:
-        """The ranks have done different things. Raises ModelMismatchError on all ranks, which all call this."""
+        """The digests differ. Raises ModelMismatchError on all ranks, which all call this, unless that is right."""
 
     def restart(self) -> None:
         """All ranks are together again."""

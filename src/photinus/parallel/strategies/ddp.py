@@ -92,6 +92,9 @@ class Zero1Strategy(DDPStrategy):
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in `photinus.DistributedDataParallel`, and splits the optimizers in place."""
+        for parameter in model.parameters():
+            if parameter.is_conj() or parameter.is_neg():  # lazily, so that a broadcast does not write into it
+                parameter.data = parameter.data.resolve_conj().resolve_neg()
         wrapped = cast(DistributedDataParallel, super().wrap(model, device))
         for optimizer in optimizers:
             shard_optimizer(optimizer, self.group)

@@ -20,6 +20,7 @@ Loop compare them. Only where they differ do the ranks tell each other what they
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import weakref
 from collections import deque
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ModelMismatchError, PhotinusError
-from ..exchange.agreement import JSON, check_alike
+from ..exchange.agreement import JSON, check_alike, gather_per_rank
 from ..exchange.collectives import control_device
 from ..exchange.verify_models import digest_of
 from .split_states import is_split, own_part
@@ -46,10 +47,12 @@ _STEPS_PER_VALUES = 8  # and in each step before which something was changed
 _FORWARDS_PER_EXCHANGE = 8
 _FORWARDS_PER_EXCHANGE_ON_GPU = 64  # where reading the answer makes the host wait for the device
 
+_OF_SOME = " of some parameters"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 _all: weakref.WeakSet[StepFacts] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class StepFacts:
@@ -65,6 +68,7 @@ class StepFacts:
         digest: of all steps so far, 48 bits; equal on ranks that did the same.
         is_split: whether the parameters are parts.
         is_deferred: a Loop compares, with its losses.
+        number: of all that this process made, which all ranks make in one order.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class StepFacts:
         self._names = [name for name, _ in pairs]
         self._parameters = [parameter for _, parameter in pairs]
         self._group, self._unaveraged = group, unaveraged
+        self.number = next(_numbers)
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self.is_split = any(map(is_split, self._parameters))
         # A right script may leave out a part without elements, and gradients of a unit count their changes together.
@@ -105,7 +110,8 @@ class StepFacts:
         self._log: deque[tuple[Any, ...]] = deque(maxlen=_STEPS_KEPT)
         self._versions = [self._version(each) for each in self._parameters]
         # By optimizer: of each tensor that it remembers, by parameter and name, the tensor and its version.
-        self._states: dict[int, dict[tuple[int, str], tuple[weakref.ref[Tensor], int]]] = {}
+        self._states: weakref.WeakKeyDictionary[Optimizer, dict[tuple[int, str], tuple[weakref.ref[Tensor], int]]]
+        self._states = weakref.WeakKeyDictionary()  # not by `id`, which an optimizer may have from one that is gone
 
     def ignore_states(self) -> None:
         """A rank steps no parameter, so it could not tell of changes of all that optimizers remember."""
@@ -123,7 +129,7 @@ class StepFacts:
             # Where they lie tells them from others: their memory is not freed.
             grads = [each.grad for each in self._parameters]
             dense = [each if each is not None and each.layout == torch.strided else None for each in grads]
-            self._marks = [None if each is None else (each.data_ptr(), each._version) for each in dense]
+            self._marks = [None if each is None else (each.data_ptr(), _version(each)) for each in dense]
             return
         for gradient in [each.grad for each in parameters or ()]:
             if gradient is not None:
@@ -193,8 +199,8 @@ class StepFacts:
             index = self._index.get(id(parameter))
             if index is not None:
                 self._versions[index] = self._version(parameter)
-        self._states[id(optimizer)] = {
-            (self._index[id(parameter)], name): (weakref.ref(value), value._version)
+        self._states[optimizer] = {
+            (self._index[id(parameter)], name): (weakref.ref(value), _version(value))
             for parameter, state in optimizer.state.items()
             if id(parameter) in self._index
             for name, value in state.items()
@@ -208,7 +214,7 @@ class StepFacts:
         mark = self._marks[index]
         if mark is None or gradient.layout != torch.strided or mark[0] != gradient.data_ptr():
             return -1
-        changes = gradient._version - mark[1]
+        changes = _version(gradient) - mark[1]
         return (changes, 0) if changes else 0
 
     def _code_of_part(self, index: int, gradient: Tensor | None) -> tuple[int, int] | int | None:
@@ -221,9 +227,11 @@ class StepFacts:
         return (changes, mark[1]) if changes or mark[1] else 0
 
     def _changed_states(self, optimizer: Optimizer) -> list[Any]:
-        """Return what the optimizer remembers and something else than a step has changed: (parameter, name), or the
-        names alone where each rank remembers other parameters."""
-        before = self._states.get(id(optimizer))
+        """Return what the optimizer remembers and something else than a step has changed: (parameter, name).
+
+        Where each rank remembers other parameters: names alone, and a mark where only some of this rank's changed.
+        """
+        before = self._states.get(optimizer)
         if before is None or not self._compares_states:
             return []
         changed: set[tuple[int, str]] = set()
@@ -234,16 +242,19 @@ class StepFacts:
                 if index is not None and isinstance(value, Tensor):
                     found += 1
                     reference, version = before.get((index, name), (None, 0))
-                    if reference is None or reference() is not value or value._version != version:
+                    if reference is None or reference() is not value or _version(value) != version:
                         changed.add((index, name))
         if found < len(before):
             there = {id(p): state for p, state in optimizer.state.items()}
             changed |= {k for k in before if k[1] not in there.get(id(self._parameters[k[0]]), {})}
-        return sorted(changed) if self.is_split else sorted({name for _, name in changed})
+        if self.is_split:
+            return sorted(changed)
+        others = {name for _, name in before.keys() - changed}
+        return sorted(name + _OF_SOME * (name in others) for name in {name for _, name in changed})
 
     def _version(self, tensor: Tensor) -> int:
         part = getattr(tensor, "_local_tensor", None) if self.is_split and self._counts_parts else None
-        return tensor._version if part is None else tensor._version + part._version
+        return _version(tensor) if part is None else _version(tensor) + _version(part)
 
     def _values(self, own: Sequence[Tensor], codes: Sequence[Any]) -> tuple[int, int]:
         """Digests of the part of the gradients and parameters whose turn it is, and of gradients made by hand."""
@@ -301,10 +312,15 @@ class StepFacts:
         self.forget()
 
     def explain(self, pending: dict[str, JSON] | None = None) -> None:
-        """The digests of the ranks differ: all ranks call this. Raises ModelMismatchError, says what differs."""
+        """The digests of the ranks differ: all ranks call this. Raises ModelMismatchError, says what differs,
+        unless it is right."""
         found: dict[str, JSON] = {"optimizer steps": self._steps}
         for entry in self._log:
             found |= self._readable(*entry)
+        # What ranks remember of some parameters may be on one rank only, though all ran the script that changed it.
+        of_some = [key for key, value in found.items() if not self.is_split and _OF_SOME in str(value)]
+        forgiven = {key for keys in gather_per_rank(of_some, self._group) for key in keys}
+        found = {key: value for key, value in found.items() if key not in forgiven}
         text = "the ranks made different optimizer steps, and each rank steps a part of the model"
         advice = (
             f"Set options, clip, and change gradients, weights and optimizer states on all ranks alike. Seen from rank "
@@ -314,6 +330,9 @@ class StepFacts:
             check_alike({**found, **(pending or {})}, text, self._group)
         except ValueError as error:
             raise ModelMismatchError(f"{error} {advice}") from None
+        if forgiven:
+            self.digest = 0  # on all ranks
+            return
         raise ModelMismatchError(f"{text}; what differs is more than {len(self._log)} steps old. {advice}")
 
     def _readable(
@@ -354,9 +373,9 @@ class StepFacts:
 
 
 def facts_of(parameters: Iterable[Tensor]) -> list[StepFacts]:
-    """Return those of the models that have any of these parameters."""
+    """Return those of the models that have any of these parameters, in the order in which they were wrapped."""
     own = list(parameters)
-    return [facts for facts in _all if facts.concerns(own)]
+    return sorted((facts for facts in _all if facts.concerns(own)), key=lambda facts: facts.number)
 
 
 def unaveraged_error(optimizer: Optimizer, names: Sequence[str]) -> PhotinusError:
@@ -419,6 +438,10 @@ def _turn(flats: Sequence[Tensor], step: int) -> list[Tensor]:
 def _flat(tensor: Any) -> Tensor:
     flat: Tensor = own_part(tensor).detach()
     return (flat.to_dense() if flat.layout != torch.strided else flat).reshape(-1)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bits(tensor: Tensor) -> Tensor:
