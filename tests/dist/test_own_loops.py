@@ -90,13 +90,16 @@ def test_what_one_rank_does_to_a_step_is_an_error_on_all(tmp_path: Path) -> None
         "gradient absent": r"gradient of 0.weight=as averaged on rank 0, absent on rank 1",
         "weight changed": r"parameters changed before it=\[\] on rank 0, \['0.weight'\] on rank 1",
         "moments changed": r"state changed before it=\[\] on rank 0, .*exp_avg.* on rank 1",
+        "hook from before wrap": r"gradient of 0.weight=as averaged on rank 0, changed 1 times .* on rank 1",
         "step left out at the end": r"optimizer steps=12 on rank 0, 11 on rank 1|rank 0 called broadcast"
         r"|before saving .*model.pt the ranks hold different weights: rank 0 and rank 1 have .* in parameter 0.weight",
         "all run in no_sync": r"no exchange has averaged over the ranks \(of 0.weight, 0.bias",
     }
     right = ["all add noise", "all make gradients", "all change moments", "all accumulate", "unchecked"]
     right += ["all reset moments of a layer", "all step in inference mode"]
-    found = outcomes(tmp_path, [*said, *right], ("zero1", "zero2"))
+    ways = [way for way in said if way != "hook from before wrap"]  # which "zero1" calls before the exchange
+    found = outcomes(tmp_path, [*ways, *right], ("zero1", "zero2"))
+    found |= outcomes(tmp_path / "hooks", ["hook from before wrap"], ("zero2", "zero3"))
     found |= outcomes(tmp_path / "replicas", ["step left out at the end"], ("ddp", "torch-ddp"))
     for (way, strategy), ranks in found.items():
         if way in RIGHT:
@@ -255,6 +258,8 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
 
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
     net[2].requires_grad_(False)
+    if way == "hook from before wrap" and rank == 1:
+        net[0].weight.register_post_accumulate_grad_hook(lambda each: each.grad.mul_(3))
     first, last = [{"params": list(net[place].parameters())} for place in (0, 3)]
     unchecked = {"check_ranks": False} if way == "unchecked" else {}
     optimizer: Any = torch.optim.AdamW([first, last], lr=0.01)

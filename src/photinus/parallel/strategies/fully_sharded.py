@@ -346,7 +346,9 @@ def _check_steps(model: nn.Module, group: dist.ProcessGroup) -> None:
     model.register_forward_pre_hook(_disable_dynamo(lambda *_: facts.begin_forward()), prepend=True)
     for parameter in model.parameters():
         if parameter.requires_grad:  # FSDP2 calls it when the average has come
-            cast(Any, parameter).register_post_accumulate_grad_hook(lambda each: facts.note_averaged((each,)))
+            split: Any = parameter
+            handle = split.register_post_accumulate_grad_hook(lambda each: facts.note_averaged((each,)))
+            split._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # users' hooks change gradients
 
 
 def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
