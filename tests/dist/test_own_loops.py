@@ -31,7 +31,14 @@ GRADIENTS = [
     "zero_grad left out",
     "zero_grad before the step",
 ]
-OPTIONS = ["other lr", "other lr for ever", "other betas", "other weight_decay", "scheduler left out"]
+OPTIONS = [
+    "other lr",
+    "other lr of numpy",
+    "other lr for ever",
+    "other betas",
+    "other weight_decay",
+    "scheduler left out",
+]
 STATES = [
     "weight changed",
     "element changed",
@@ -84,6 +91,7 @@ LEFT: dict[tuple[str, str], str] = {}
 def test_what_one_rank_does_to_a_step_is_an_error_on_all(tmp_path: Path) -> None:
     said = {
         "other lr": r"AdamW.step\(\) 6, group 1, lr=0.01 on rank 0, 0.05 on rank 1",
+        "other lr of numpy": r"AdamW.step\(\) 6, group 1, lr=0.01 on rank 0, 0.05\d* on rank 1",
         "other max_norm": r"before \w*AdamW.step\(\) 6, .*max_norm=0.1 on rank 0, 0.02 on rank 1",
         "values clipped": r"before \w*AdamW.step\(\) 6, .*clip_value=absent on rank 0, 0.001 on rank 1",
         "gradient multiplied": r"gradient of 0.weight=as averaged on rank 0, changed 1 times .* on rank 1",
@@ -251,6 +259,7 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
     import contextlib
     import copy
 
+    import numpy
     import torch
     from torch import nn
 
@@ -303,6 +312,8 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
             nn.utils.clip_grad_norm_(trained, float("inf"))
         if doing == "other lr" or (way == "unchecked" and rank == 1):
             group["lr"] = 0.05
+        if way == "other lr of numpy":
+            group["lr"] = numpy.float32(0.05) if doing else numpy.float64(group["lr"])
         if doing == "other betas":
             group["betas"] = (0.5, 0.9)
         if doing == "other weight_decay":
@@ -314,7 +325,7 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
         if doing == "another step":
             optimizer.step()
         group.update({name: value for name, value in options.items() if name not in ("lr", "params")})
-        if doing == "other lr" or way == "unchecked":
+        if doing in ("other lr", "other lr of numpy") or way == "unchecked":
             group["lr"] = options["lr"]
         if doing != "zero_grad left out":
             optimizer.zero_grad()

@@ -411,7 +411,10 @@ def _plain(value: Any) -> Any:
         return value.tolist() if value.device.type == "cpu" else "on a device"
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    return value if value.__class__ in _PLAIN else type(value).__name__
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()
+    kind = next((each for each in (bool, int, float, str) if isinstance(value, each)), None)
+    return None if value is None else type(value).__name__ if kind is None else kind(value)
 
 
 def _all_ranks_have_some(parameter: Any, size: int) -> bool:
