@@ -129,7 +129,7 @@ class StepFacts:
             # Where they lie tells them from others: their memory is not freed.
             grads = [each.grad for each in self._parameters]
             dense = [each if each is not None and each.layout == torch.strided else None for each in grads]
-            self._marks = [None if each is None else (each.data_ptr(), _version(each)) for each in dense]
+            self._marks = [None if each is None else (each.data_ptr(), each._version) for each in dense]
             return
         for gradient in [each.grad for each in parameters or ()]:
             if gradient is not None:
@@ -199,13 +199,17 @@ class StepFacts:
             index = self._index.get(id(parameter))
             if index is not None:
                 self._versions[index] = self._version(parameter)
-        self._states[optimizer] = {
-            (self._index[id(parameter)], name): (weakref.ref(value), _version(value))
+        remembered = [
+            (self._index[id(parameter)], name, value)
             for parameter, state in optimizer.state.items()
             if id(parameter) in self._index
             for name, value in state.items()
             if isinstance(value, Tensor)
-        }
+        ]
+        try:
+            self._states[optimizer] = {(i, name): (weakref.ref(value), value._version) for i, name, value in remembered}
+        except RuntimeError:  # a step in inference mode made some, and torch counts no changes of these
+            self._states.pop(optimizer, None)
 
     def _code_of_whole(self, index: int, gradient: Tensor | None) -> tuple[int, int] | int | None:
         """None: absent. -1: made by hand. 0: as averaged. Else how often it was changed since, and its backwards."""
@@ -214,7 +218,7 @@ class StepFacts:
         mark = self._marks[index]
         if mark is None or gradient.layout != torch.strided or mark[0] != gradient.data_ptr():
             return -1
-        changes = _version(gradient) - mark[1]
+        changes = gradient._version - mark[1]
         return (changes, 0) if changes else 0
 
     def _code_of_part(self, index: int, gradient: Tensor | None) -> tuple[int, int] | int | None:
@@ -242,7 +246,7 @@ class StepFacts:
                 if index is not None and isinstance(value, Tensor):
                     found += 1
                     reference, version = before.get((index, name), (None, 0))
-                    if reference is None or reference() is not value or _version(value) != version:
+                    if reference is None or reference() is not value or value._version != version:
                         changed.add((index, name))
         if found < len(before):
             there = {id(p): state for p, state in optimizer.state.items()}
@@ -254,7 +258,7 @@ class StepFacts:
 
     def _version(self, tensor: Tensor) -> int:
         part = getattr(tensor, "_local_tensor", None) if self.is_split and self._counts_parts else None
-        return _version(tensor) if part is None else _version(tensor) + _version(part)
+        return tensor._version if part is None else tensor._version + part._version
 
     def _values(self, own: Sequence[Tensor], codes: Sequence[Any]) -> tuple[int, int]:
         """Digests of the part of the gradients and parameters whose turn it is, and of gradients made by hand."""
@@ -441,10 +445,6 @@ def _turn(flats: Sequence[Tensor], step: int) -> list[Tensor]:
 def _flat(tensor: Any) -> Tensor:
     flat: Tensor = own_part(tensor).detach()
     return (flat.to_dense() if flat.layout != torch.strided else flat).reshape(-1)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bits(tensor: Tensor) -> Tensor:
