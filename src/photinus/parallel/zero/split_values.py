@@ -7,6 +7,7 @@ norm or count is that of this rank's part. (Every rank does the same with a spli
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -75,12 +76,13 @@ def _slice_class() -> Any:
         """A view of a gathered whole, equal on all ranks. What is written into it is written into the parts."""
 
         source: _Source
+        is_asked = False  # torch calls this class, which older versions do not
 
         @classmethod
         def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            kwargs = kwargs or {}
+            cls.is_asked, kwargs = True, kwargs or {}
             slices = [each for each in _flat([*args, *kwargs.values()]) if isinstance(each, Slice)]
             for each in slices:
                 each.source.check()
@@ -152,9 +154,14 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_cut(tensor: Any) -> bool:
     """Return whether a tensor lies in parts along dimensions, as FSDP2 cuts."""
+    return _is_plainly_placed(tensor) and all(type(each).__name__ == "Shard" for each in tensor.placements)
+
+
+def _is_plainly_placed(tensor: Any) -> bool:
+    """Return whether each rank has a part, or all, of the values themselves."""
     if not is_split(tensor) or type(tensor._local_tensor) is not torch.Tensor:  # it is another while torch compiles
         return False
-    return {type(placement).__name__ for placement in tensor.placements} == {"Shard"}
+    return {type(placement).__name__ for placement in tensor.placements} <= {"Shard", "Replicate"}
 
 
 def _slice(op: Any, args: Any, kwargs: Any) -> Any:
@@ -167,7 +174,21 @@ def _slice(op: Any, args: Any, kwargs: Any) -> Any:
     if takes_all or not _is_cut(tensor) or not any(placement.dim in dims for placement in tensor.placements):
         return _by_torch(op, args, kwargs)
     source = _Source(tensor)
-    return tree_map(functools.partial(_as_slice, source), op(source.whole, *args[1:], **kwargs))
+    slices = tree_map(functools.partial(_as_slice, source), op(source.whole, *args[1:], **kwargs))
+    return slices if _keeps_writes(_flat([slices])[0]) else _by_torch(op, args, kwargs)
+
+
+def _keeps_writes(view: torch.Tensor) -> bool:
+    """Return whether this version of torch lets a slice see writes; warn once where it does not."""
+    if not _slice_class().is_asked:
+        view.detach().neg()
+    if not _slice_class().is_asked:
+        warnings.warn(
+            f"a slice of a split tensor was taken. With torch {torch.__version__}, what is written into it is lost: "
+            f"write into the whole tensor, as in weight.mul_(mask), or use torch 2.13",
+            stacklevel=3,
+        )
+    return bool(_slice_class().is_asked)
 
 
 def _write_some(op: Any, args: Any, kwargs: Any) -> Any:
@@ -182,6 +203,9 @@ def _write_some(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _copy(op: Any, args: Any, kwargs: Any) -> Any:
     tensor, value, *_ = args
+    if op is _aten.fill_.Tensor and _is_plainly_placed(tensor):  # torch 2.11 has no rule for it
+        tensor._local_tensor.fill_(_plain(value))
+        return tensor
     if not _is_cut(tensor) or (is_split(value) and value.dim()):
         return _by_torch(op, args, kwargs)
     tensor._local_tensor.copy_(part_of(_plain(value).expand(tensor.shape), tensor))
