@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1482,
     "compat": 855,
     "job": 3387,
-    "parallel": 8444,
+    "parallel": 8468,
     "run": 4879,
     "runlog": 1778,
     "templates": 340,
