@@ -64,7 +64,7 @@ CALLS = [
     "parameter frozen",
 ]
 EVERYONE = ["all leave out the last backward", "all run in no_sync", "all run in no_sync in the last step"]
-"""What all ranks do: no difference between them would show it."""
+"""Ways of all ranks: no difference between them would show it."""
 
 RIGHT = [
     "all add noise",
@@ -215,7 +215,7 @@ def is_right(way: str, strategy: str, ranks: list[str]) -> bool:
 def outcomes(
     folder: Path, ways: list[str], strategies: tuple[str, ...], world_size: int = 2
 ) -> dict[tuple[str, str], list[str]]:
-    """What each rank says, by way and strategy: "right", "wrong weights", or its error."""
+    """Return what each rank says, by way and strategy: "right", "wrong weights", or its error."""
     arguments = {"folder": str(folder), "ways": ways, "strategies": strategies}
     found = values(run_ranks(f"{__name__}:cases", world_size=world_size, timeout_s=400, arguments=arguments))
     return {(way, s): [rank[f"{way}, {s}"] for rank in found] for s in strategies for way in ways}

@@ -31,8 +31,8 @@ class Backwards:
     Args:
         optimizers: whose steps are looked at while a body runs.
         replicas: takes what is noted of each step.
-        averages: are told of each step in a body; after the body, if only an optimizer inside of one was seen to step
-            (Lookahead moves the weights after that).
+        averages: take the weights after each step in a body; after the body, if only an optimizer inside of another was
+            seen to step (Lookahead moves the weights after that).
     """
 
     def __init__(
