@@ -179,7 +179,7 @@ def loads_everywhere(folder: Path, outputs: list[float]) -> None:
 
 
 def two_optimizers_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    """What an average that is the model itself (decay 0) makes of some points, and what the model does."""
+    """Return the outputs of an average that equals the model (decay 0), and those of the model."""
     found: dict[str, Any] = {}
     for strategy in STRATEGIES[:-1]:
         with photinus.init("auto", "cpu", seed=1):

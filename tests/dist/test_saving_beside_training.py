@@ -75,7 +75,7 @@ def lose_the_writer(rank: int, world_size: int, out: str) -> str:
 
 
 def save_sparse_momentum(rank: int, world_size: int, out: str) -> bool:
-    """Whether the momentum of sparse gradients comes back from a checkpoint that is written beside training."""
+    """Return whether the momentum of sparse gradients comes back from a checkpoint that is written beside training."""
     copies.LEAST_BYTES = 0
     with photinus.init("gloo", "cpu", seed=3):
         plain = torch.nn.EmbeddingBag(10, 3, sparse=True)

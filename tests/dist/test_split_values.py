@@ -1,4 +1,4 @@
-"""What users write into slices of split parameters and gradients, and read from them, is as in one process."""
+"""Writes into slices of split parameters and gradients, and reads from them, give what one process gives."""
 
 from __future__ import annotations
 

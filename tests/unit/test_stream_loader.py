@@ -342,8 +342,8 @@ def test_a_stream_that_counts_its_own_epochs_has_a_line_and_is_resumed_exactly(
 
     straight = batches()
     epochs = [[batch.tolist() for batch in straight] for _ in range(3)]
-    assert f"warning: reading Counting changes its {how}. Each epoch" in (told := capfd.readouterr().out)
-    assert told.count("warning") == 1
+    assert f"warning: reading Counting changes its {how}. Each epoch" in (printed := capfd.readouterr().out)
+    assert printed.count("warning") == 1
     left, again = batches(), batches()
     assert [batch.tolist() for batch in left] == epochs[0]
     for number, _ in zip(count(1), left, strict=False):

@@ -185,7 +185,7 @@ def _keeps_writes(view: torch.Tensor) -> bool:
     if not _slice_class().is_asked:
         warnings.warn(
             f"a slice of a split tensor was taken. With torch {torch.__version__}, what is written into it is lost: "
-            f"write into the whole tensor, as in weight.mul_(mask), or use torch 2.13",
+            f"write into the whole tensor, as in weight.copy_(weight.full_tensor() * mask), or use torch 2.13",
             stacklevel=3,
         )
     return bool(_slice_class().is_asked)
