@@ -137,8 +137,7 @@ COMPARE_DATA: Variable[bool] = Variable(
     "0: do not compare a few samples of the ranks' data sets, which have to be equal",
 )
 HOST_ID = _text(
-    "PHOTINUS_HOST_ID",
-    "identity of this host; ranks with the same identity share memory (default: detected)",
+    "PHOTINUS_HOST_ID", "identity of this host; ranks with the same identity share memory (default: detected)"
 )
 INTERFACE: Variable[tuple[str, ...]] = Variable(
     "PHOTINUS_INTERFACE",

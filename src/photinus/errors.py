@@ -52,6 +52,9 @@ __all__ = [
     "WorldSizeError",
 ]
 
+# Part of each message by which a rank raises another rank's error. The launcher looks for it when it seeks the cause.
+HAD_NO_ERROR = "had no error"
+
 
 class UsageError(ValueError):
     """The command line cannot be carried out as typed; the message says why and what to type instead."""

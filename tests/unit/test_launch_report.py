@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from photinus.errors import HAD_NO_ERROR
 from photinus.job.deaths import Death, Raised, exit_code_of, exit_message, failure_text, root_cause, signature
 
 KILLED = -signal.SIGKILL
@@ -59,7 +60,7 @@ class TestFirstCause:
         assert root_cause([wrapped, culprit]) is culprit
 
     def test_an_error_that_was_handed_on_from_another_rank_is_a_consequence(self):
-        told = "choosing failed on rank 0 (host a): CheckpointError: x. This rank (1) had no error of its own."
+        told = f"choosing failed on rank 0 (host a): CheckpointError: x. This rank (1) {HAD_NO_ERROR} of its own."
         handed_on = death(1, 1, seen=9.0, raised=raised("CheckpointError", told, at=9.0))
         assert root_cause([handed_on, death(0, 1, seen=9.1, raised=raised("CheckpointError", "x", at=9.1))]).rank == 0
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import HAD_NO_ERROR
 from .world import name_ranks
 
 # More would push the headline off the screen.
@@ -35,7 +36,6 @@ _LOST_PEER_TYPES = frozenset(
         "PeerLostError",
     }
 )
-_HANDED_ON = "had no error"  # our own words (trainer.agreement) where a rank raises what another one has failed with
 # gloo, NCCL and the store raise plain RuntimeErrors, which only their texts tell apart.
 _LOST_PEER_TEXTS = (
     "broken pipe",
@@ -45,7 +45,7 @@ _LOST_PEER_TEXTS = (
     "connection was likely closed",
     "connectfullmesh failed",
     "failed to recv, got 0 bytes",
-    _HANDED_ON,
+    HAD_NO_ERROR,
     "ncclremoteerror",
     "read error [",
     "timed out waiting",

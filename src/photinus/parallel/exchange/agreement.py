@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ... import env, errors
-from ...errors import CollectiveError, PhotinusError
+from ...errors import HAD_NO_ERROR, CollectiveError, PhotinusError
 from .collectives import all_gather_bytes
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
@@ -144,7 +144,7 @@ def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
         causes = "; ".join(ranks[:4]) + (f"; and {len(ranks) - 4} more ranks" if len(ranks) > 4 else "")
         first_class, _ = next(iter(failed.values()))
         raise error_class(first_class)(
-            f"{doing} failed on {causes}. This rank ({place_in_group()[0]}) had no error of its own."
+            f"{doing} failed on {causes}. This rank ({place_in_group()[0]}) {HAD_NO_ERROR} of its own."
         )
 
 
