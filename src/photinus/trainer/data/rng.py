@@ -12,26 +12,21 @@ are seeded, captured and restored here.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib
-import pickle
 import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .arguments import whole_number
 
-_NUMPY_STATE_BYTES = 4 * 624 + 4  # of the C struct behind its generator: words, and the place in them
 _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have replaced it
-
-_last_mark = (b"", b"")  # of numpy: that struct, when no second normal lay in reserve elsewhere, and its state
-
 
 session_seed = 0  # default of the seeds of loaders; `photinus.init(seed=...)` sets it
 _ranks_are_alike = False  # since `photinus.init(seed=...)`, until training begins
@@ -94,69 +89,28 @@ def check_seed(seed: Any) -> int:
     return number
 
 
-class HostStream(NamedTuple):
-    """One of the global generators on the host.
-
-    Attributes:
-        seed, get: as the generator has them.
-        mark: a cheap state, which changes with each draw.
-        put_back: takes what `get` and `mark` return.
-    """
-
-    seed: Callable[[int], Any]
-    get: Callable[[], Any]
-    mark: Callable[[], Any]
-    put_back: Callable[[Any], Any]
-
-
-def host_streams() -> dict[str, HostStream]:
-    """Python's, torch's CPU and (when imported) numpy's generator, by name."""
-    streams = {
-        "python": HostStream(random.seed, random.getstate, random.getstate, random.setstate),
-        "torch": HostStream(torch.default_generator.manual_seed, _torch_state, _torch_state, _put_torch_back),
-    }
-    numpy = _numpy()
-    if numpy is not None:
-        draws = numpy.random
-        streams["numpy"] = HostStream(
-            lambda seed: draws.seed(seed % 2**32), lambda: draws.get_state(legacy=False), _numpy_mark, _put_numpy_back
-        )
-    return streams
-
-
 def seed_host_streams(seed: int) -> None:
     """Seeds Python's, numpy's (when imported) and torch's CPU generator, in some 15 us."""
-    for stream in host_streams().values():
-        stream.seed(seed)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
-def _torch_state() -> bytes:
-    state = torch.default_generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.numel())  # without numpy, which may not be installed
-
-
-def _put_torch_back(state: bytes) -> None:
-    torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _numpy_mark() -> bytes:
-    global _last_mark
-    random_state = sys.modules["numpy"].random
-    generator, words = random_state.mtrand._rand._bit_generator, b""
-    if type(generator).__name__ == _NUMPY_GENERATOR:
-        words = ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
-        if words == _last_mark[0]:
-            return _last_mark[1]
-    # The words alone are not all of it: a second normal may lie in reserve, so the whole state is looked at.
-    state = random_state.get_state(legacy=False)  # takes 50 us, as it copies word by word
-    _last_mark = (b"" if state["has_gauss"] else words, pickle.dumps(state))
-    return _last_mark[1]
-
-
-def _put_numpy_back(state: Any) -> None:
-    global _last_mark
-    _last_mark = (b"", b"")
-    sys.modules["numpy"].random.set_state(pickle.loads(state) if isinstance(state, bytes) else state)
+@contextmanager
+def keep_generators() -> Iterator[None]:
+    """A block that does not change this process's random numbers, which are the training's."""
+    python, of_torch = random.getstate(), torch.default_generator.get_state()
+    numpy = _numpy()
+    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(of_torch)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def capture() -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from .arguments import place, whole_number
 from .own_counts import OwnCounts
-from .rng import check_seed, derive_seed, host_streams, seed_host_streams
+from .rng import check_seed, derive_seed, keep_generators, seed_host_streams
 from .sampler import part_of
 
 _BUFFER = 1000  # samples of a shard, for shuffle=True
@@ -328,14 +328,3 @@ class Reader(IterableDataset[Piece]):
     def _collated(self, samples: list[Any], step: int) -> Any:
         seed_host_streams(derive_seed(self.shares.seed, "stream batch", self.epoch, step, self.shares.rank))
         return self.collate(samples) if samples else None
-
-
-@contextmanager
-def keep_generators() -> Iterator[None]:
-    """A block that does not change this process's random numbers, which are the training's."""
-    saved = [(each.put_back, each.get()) for each in host_streams().values()]
-    try:
-        yield
-    finally:
-        for put_back, state in saved:
-            put_back(state)

@@ -1,14 +1,9 @@
 """The code that fetches samples, in the rank itself or in its worker processes.
 
-What the global generators give while sample i of epoch e is fetched is a function of (seed, e, i), and while a batch is
-collated of (seed, e, first sample of the batch). Augmentation is so a function of the sample and the epoch: the same
-with 0 or 8 workers, on 1 rank or 4, and after a resume. Where the rank itself fetches, its generators are put back
-afterwards, so that loading does not shift dropout.
-
-To seed three generators costs more than a cheap sample. So only those are seeded for each sample from which the data
-set was seen to draw, most often none. The others are watched: where one has moved after a batch, it is seeded for each
-sample from then on, and the batch is fetched again. (What draws inside `torch.random.fork_rng()`, or reads
-`torch.initial_seed()`, moves no generator, and gets no seed of its sample: seed it there.)
+The global generators are seeded before each sample from (seed, epoch, sample), and before a batch is collated from
+(seed, epoch, first sample of the batch). So augmentation is a function of the sample and the epoch: it is the same with
+0 or 8 workers, on 1 rank or 4, and after a resume. Where the rank itself fetches, its generators are put back after
+each batch, so that loading does not shift dropout.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from ...errors import PhotinusError
-from .rng import HostStream, derive_seed, host_streams
+from .rng import derive_seed, keep_generators, seed_host_streams
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _FOR_THE_RANK = (signal.SIGTERM, signal.SIGUSR1)  # by which it is asked to suspend
@@ -52,86 +47,34 @@ class Fetch:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self._many_at_once = _fetches_many_at_once(dataset)
-        self._drawn: set[str] = set()  # generators that the data set, or the collate function, was seen to draw from
-        self._has_looked = self._many_at_once
-        self._marks: dict[str, Any] = {}  # of a worker's generators after its last batch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, request: Request) -> Any:
-        # Each process looks for itself: a worker shares nothing with its rank.
-        known = [] if self._has_looked else self._look(request)
-        while True:
-            batch, moved = self._watched(partial(self._batch, request, known))
-            # Seen once, a generator is seeded from then on, so this ends: at the latest when all are.
-            if not moved:
-                return batch
-            known = []
-
-    def _look(self, request: Request) -> list[Any]:
-        """Fetches the first sample of all, which shows from which generators the others will draw."""
-        streams = host_streams()
-        saved = {name: each.get() for name, each in streams.items()}
-        try:
-            self._seed([*streams.values()], "sample", request.epoch, request.indices[0])
-            marks = {name: each.mark() for name, each in streams.items()}
-            with _noted(request, request.indices[:1]):
-                sample = self.dataset[request.indices[0]]
-            self._drawn = {name for name, mark in marks.items() if streams[name].mark() != mark}
-        finally:
-            for name, state in saved.items():
-                streams[name].put_back(state)
-        self._has_looked = True
-        return [sample]
-
-    def _watched(self, fetch: Callable[[list[HostStream]], Any]) -> tuple[Any, bool]:
-        """Return the samples, and whether to discard them because `fetch` drew from unseeded generators."""
-        streams = host_streams()
-        serves_training = get_worker_info() is None  # a worker's generators serve nothing else
-        watched = [name for name in streams if name not in self._drawn]
-        marks = {name: self._marks[name] if name in self._marks else streams[name].mark() for name in watched}
-        saved = {name: each.get() for name, each in streams.items() if serves_training and name in self._drawn}
-        result, error = None, None
-        try:
-            result = fetch([each for name, each in streams.items() if name in self._drawn])
-        except Exception as caught:  # noqa: BLE001 - raised below, unless it came of numbers that were not the sample's
-            error = caught
-        for name, state in saved.items():
-            streams[name].put_back(state)
-        after = {name: streams[name].mark() for name in watched}
-        moved = {name for name in watched if after[name] != marks[name]}
-        self._marks = {} if serves_training else after
-        if serves_training:
-            for name in moved:
-                streams[name].put_back(marks[name])
-        self._drawn |= moved
-        if error is not None and not moved:
-            raise error
-        return result, bool(moved)
-
-    def _batch(self, request: Request, known: list[Any], seeded: list[HostStream]) -> Any:
-        if self._many_at_once:
-            self._seed(seeded, "batch", request.epoch, request.indices[0])
+        # A worker's generators serve nothing else.
+        with keep_generators() if get_worker_info() is None else contextlib.nullcontext():
+            samples = self._samples(request)
+            if not self._many_at_once:
+                self._seed("batch", request, request.indices[0])
             with _noted(request, request.indices):
-                samples = self.dataset.__getitems__(request.indices)
-        else:
-            samples, noted = [*known], _noted(request, [])
-            with noted:
-                for index in request.indices[len(known) :]:
-                    noted.indices = [index]
-                    if seeded:
-                        self._seed(seeded, "sample", request.epoch, index)
-                    samples.append(self.dataset[index])
-            self._seed(seeded, "batch", request.epoch, request.indices[0])
-        with _noted(request, request.indices):
-            return self.collate(samples)
+                return self.collate(samples)
 
-    def _seed(self, streams: list[HostStream], kind: str, epoch: int, index: int) -> None:
-        if streams:
-            seed = derive_seed(self.seed, kind, epoch, index)
-            for stream in streams:
-                stream.seed(seed)
+    def _samples(self, request: Request) -> Any:
+        if self._many_at_once:
+            self._seed("batch", request, request.indices[0])
+            with _noted(request, request.indices):
+                return self.dataset.__getitems__(request.indices)
+        samples = []
+        with _noted(request, []) as noted:
+            for index in request.indices:
+                noted.indices = [index]
+                self._seed("sample", request, index)
+                samples.append(self.dataset[index])
+        return samples
+
+    def _seed(self, kind: str, request: Request, index: int) -> None:
+        seed_host_streams(derive_seed(self.seed, kind, request.epoch, index))
 
 
 class WorkerStart:
@@ -204,8 +147,8 @@ class _noted:  # noqa: N801 - reads as a statement; a class, since contextmanage
     def __init__(self, request: Request, indices: list[int]) -> None:
         self.request, self.indices = request, indices
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> _noted:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
