@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import pytest
 
 import photinus.tools.view.page
 from photinus.cli.main import main
-from photinus.runlog.chart import DARK, LIGHT, Chart, Series
+from photinus.runlog import figures
 from photinus.runlog.curve import Curve
-from photinus.runlog.figures import mean_windows
+from photinus.runlog.figures import PHASE_COLOURS, RUN_COLOURS, Chart, charts, mean_windows
 from photinus.runlog.run import Run
 from photinus.runlog.tables import PHASES, RANKS, RunFiles, StepLoss
 from photinus.tools.view.page import labels_of, page
@@ -74,7 +75,7 @@ def groups(text: str, name: str) -> list[str]:
 
 
 def svgs(text: str) -> list[str]:
-    """The pictures of a page, for a dark and a light window in turn."""
+    """The pictures of a page."""
     return [base64.b64decode(found).decode() for found in re.findall(r'data:image/svg\+xml;base64,([^"]*)"', text)]
 
 
@@ -215,19 +216,21 @@ def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path
 def test_whatever_stands_in_the_files_something_is_shown(
     tmp_path: Path, name: str, odd: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw, drawn = Chart.svg, {}  # most of what is odd changes no chart, and drawing takes longest
+    drawn = {}  # most of what is odd changes no chart, and drawing takes longest
 
-    def draw_once(chart: Chart, colours: dict[str, str]) -> str:
-        known = repr((chart, colours)).partition("show=")[0]
+    def draw_once(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Chart]:
+        (run,) = runs
+        windows = [replace(window, time_s=0.0, samples=0, epoch=0) for window in run.windows]
+        known = repr((run.losses.buckets, run.epochs, windows, run.step, [event.step for event in run.starts]))
         if known not in drawn:
-            drawn[known] = draw(chart, colours)
+            drawn[known] = charts(runs, labels)
         return drawn[known]
 
-    monkeypatch.setattr(Chart, "svg", draw_once)
+    monkeypatch.setattr("photinus.tools.view.page.charts", draw_once)
     folder = write_run(tmp_path / "run", epochs=1)
     text = (folder / name).read_text()
     whole = [json.loads(line) for line in ([text] if name == "config.json" else text.splitlines())]
-    for index, content in enumerate(whole):
+    for content in whole[: 3 if name == "events.jsonl" else 1]:  # lines of other kinds
         start = content["starts"][0] if name == "config.json" else {}
         for part in (content, start):
             for key in list(part):
@@ -238,11 +241,18 @@ def test_whatever_stands_in_the_files_something_is_shown(
                 run.refresh()
                 assert page([run]).endswith("</html>\n")
                 assert view(run, width=80, height=24, now_s=BEGAN_S, colour=True)
-        if index == 2:
-            break
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(folder: Path, losses: Sequence[float]) -> str:
+    """The picture of the losses of a run."""
+    files = RunFiles(folder)
+    files.add_losses([StepLoss(step, 1, loss, 8) for step, loss in enumerate(losses, 1)], 1)
+    run = Run(folder)
+    run.refresh()
+    return charts([run], ["run"])[0].svg
 
 
 def places(text: str, name: str) -> list[tuple[float, float]]:
@@ -253,32 +263,49 @@ def places(text: str, name: str) -> list[tuple[float, float]]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def test_all_points_lie_inside_the_picture() -> None:
-    points = [(float(i), (-1.0) ** i * 10.0**i) for i in range(8)]
-    for x, y in places(Chart("t", series=[Series("a", points, "run0", missing=[3.0])]).svg(LIGHT), "line"):
+def test_all_points_lie_inside_the_picture(tmp_path: Path) -> None:
+    losses = [(-1.0) ** i * 10.0**i for i in range(8)]
+    for x, y in places(drawn(tmp_path, [*losses, math.nan, 3.0]), "line"):
         assert 0 <= x <= 480
         assert 0 <= y <= 270
 
 
-def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm() -> None:
-    def heights(values: list[float]) -> list[float]:
-        chart = Chart("t", series=[Series("a", list(enumerate(values)), "run0")], may_be_log=True)
-        return [y for _, y in places(chart.svg(LIGHT), "line")]
+def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm(tmp_path: Path) -> None:
+    def heights(name: str, values: list[float]) -> list[float]:
+        (tmp_path / name).mkdir()
+        return [y for _, y in places(drawn(tmp_path / name, values), "line")]
 
-    log, linear = heights([1000, 300, 10]), heights([12, 11.5, 10])
+    log, linear = heights("log", [1000, 300, 10]), heights("linear", [12, 11.5, 10])
     assert log[1] - log[0] == pytest.approx((log[2] - log[0]) * math.log(1000 / 300) / math.log(100), abs=0.3)
     assert linear[1] - linear[0] == pytest.approx((linear[2] - linear[0]) / 4, abs=0.3)
 
 
-def test_labels_of_an_axis_keep_their_digits() -> None:
-    text = Chart("t", series=[Series("a", [(0.0, 0.04), (90.0, 0.06)], "run0")]).svg(LIGHT)
-    assert {"0.04", "0.05", "0.06", "step 0"} <= set(re.findall(">([^<]+)</text>", text))
+def test_labels_of_an_axis_keep_their_digits(tmp_path: Path) -> None:
+    assert {"0.04", "0.05", "0.06", "step 0"} <= set(re.findall(">([^<]+)</text>", drawn(tmp_path, [0.04, 0.06])))
 
 
-def test_a_value_alone_between_gaps_is_a_dot() -> None:
-    points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, math.nan), (5.0, 1.0), (6.0, 3.0)]
-    (line,) = groups(Chart("t", series=[Series("a", points, "run0")]).svg(LIGHT), "line")
+def test_a_value_alone_between_gaps_is_a_dot(tmp_path: Path) -> None:
+    (line,) = groups(drawn(tmp_path, [1.0, math.nan, 2.0, math.nan, 1.0, 3.0]), "line")
     assert line.count("<use") == 2
+
+
+def test_the_band_of_a_long_curve_reaches_the_extremes(tmp_path: Path) -> None:
+    losses = [2.0 + i % 2 for i in range(2000)]
+    losses[777], losses[778] = 15.0, 1.0
+    svg = drawn(tmp_path, losses)
+    heights = [[y for _, y in places(svg, name)] for name in ("band", "line")]
+    band, mean = (max(each) - min(each) for each in heights)
+    assert band > 4 * mean > 0
+
+
+def test_each_phase_of_a_step_is_a_layer_as_high_as_its_mean_over_ranks(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", epochs=1, slow={1: {"forward": 0.003}}))
+    run.refresh()
+    (chart,) = (each for each in charts([run], ["run"]) if each.title.startswith("where the time"))
+    assert [label for label, _ in chart.key] == list(PHASES)
+    assert dict(chart.key) == PHASE_COLOURS
+    assert "forward: 2 ms in the mean." in chart.summary
+    assert "All values are between 0 ms and 5 ms." in chart.summary
 
 
 def test_windows_put_together_keep_the_mean_of_their_steps_and_the_most_memory() -> None:
@@ -309,32 +336,22 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def schemes() -> dict[str, dict[str, str]]:
-    """The colours of the page, by name: those of its style sheet, and those that it shares with its pictures."""
-    text = (Path(photinus.tools.view.page.__file__).parent / "style.css").read_text()
-    light, dark = (
-        dict(re.findall(r"--(\w+): (#\w+);", half)) for half in text.split("@media (prefers-color-scheme: dark)")
-    )
-    return {"light": {**LIGHT, **light}, "dark": {**DARK, **dark}}
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrasts_are_those_of_wcag(scheme: str) -> None:
-    colours = schemes()[scheme]
+def test_contrasts_are_those_of_wcag() -> None:
+    style = (Path(photinus.tools.view.page.__file__).parent / "style.css").read_text()
+    colours = dict(re.findall(r"--(\w+): (#\w+);", style))
     for ink in ("ink", "soft", "good", "bad", "warn"):
         for ground in ("page", "card"):
             assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
-    for name in (*PHASES, *(f"run{i}" for i in range(6))):
-        assert contrast(colours[name], colours["card"]) >= 3.0, name
+    for colour in (*PHASE_COLOURS.values(), *RUN_COLOURS):
+        assert contrast(colour, colours["card"]) >= 3.0, colour
+    assert set(re.findall(r"var\(--(\w+)\)", style)) <= colours.keys()
+    assert (colours["soft"], colours["rule"], colours["bad"]) == (figures.SOFT, figures.RULE, figures.BAD)
 
 
-def test_both_schemes_have_all_colours_and_pictures_use_no_other(tmp_path: Path) -> None:
-    light, dark = schemes().values()
-    assert light.keys() == dark.keys()
+def test_pictures_use_no_other_colours(tmp_path: Path) -> None:
     text = made(write_run(tmp_path / "run", nan_steps=[7], restart_at=25))
-    assert set(re.findall(r"var\(--(\w+)\)", text)) <= light.keys()
-    for pictures, colours in zip((svgs(text)[1::2], svgs(text)[::2]), (LIGHT, DARK), strict=True):
-        assert set(re.findall(r"#[0-9a-f]{6}\b", "".join(pictures))) <= {*colours.values(), "#000000"}
+    own = {*PHASE_COLOURS.values(), *RUN_COLOURS, figures.SOFT, figures.RULE, figures.BAD}
+    assert set(re.findall(r"#[0-9a-f]{6}\b", "".join(svgs(text)))) <= {*own, "#000000"}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@
 Every file may be looked at while it is written: what is half there is left out, and comes with the next look. This room
 knows nothing of torch, so that the command line reads runs without it.
 
-chart       charts drawn by matplotlib; they know nothing of runs
 curve       A curve of any number of points in a bounded number of buckets, that hides no extreme
 events      `events.jsonl`: what happened in a run, a line each, only ever added to; and the process that a start names
-figures     the charts of one run or several, for a picture or a page: what is drawn
+figures     charts of one run or several, drawn by matplotlib: for a page, or in one picture
 files       how files of a run's folder are opened, replaced as a whole, and read while another process writes them
 run         A run as its folder shows it, looked at once or again and again while it is written; and where to find one
 stragglers  which rank holds the others up, and in which phase; or which link between two hosts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import jinja2
 
 from ...runlog import units
-from ...runlog.chart import DARK, LIGHT, Chart
 from ...runlog.events import OF_A_ROW, Event
-from ...runlog.figures import charts, run_colour
+from ...runlog.figures import PHASE_COLOURS, charts, run_colour
 from ...runlog.run import Run
 from ...runlog.stragglers import RankShare, limit, shares, slow_links, stragglers
 from ...runlog.tables import PHASES, Row
@@ -34,7 +33,7 @@ def page(runs: Sequence[Run]) -> str:
     )
     formats = (count, number, size, step_time, units.clock_time, units.plural)
     descriptions = (command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity)
-    found = (bars, epochs, events, last, options, phases_in_words, pictures, speed_in_words, wall_clock)
+    found = (base64, bars, epochs, events, last, options, phases_in_words, speed_in_words, wall_clock)
     files.filters |= {each.__name__: each for each in (*formats, *descriptions, *found, slow_links, stragglers)}
     labels = labels_of(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.logged))[:6]
@@ -49,17 +48,15 @@ def page(runs: Sequence[Run]) -> str:
         now_s=time.time(),
         version=__version__,
         PHASES=PHASES,
-        LIGHT=LIGHT,
-        DARK=DARK,
+        PHASE_COLOURS=PHASE_COLOURS,
         zip=zip,
     )
     return text.lstrip() + "\n"
 
 
-def pictures(chart: Chart) -> tuple[str, str] | None:
-    """Return addresses that hold the whole picture, for a light and a dark window; None without a number to draw."""
-    light, dark = (base64.b64encode(chart.svg(colours).encode()).decode() for colours in (LIGHT, DARK))
-    return (f"data:image/svg+xml;base64,{light}", f"data:image/svg+xml;base64,{dark}") if light else None
+def base64(text: str) -> str:
+    """Return the base64 of text in UTF-8."""
+    return b64encode(text.encode()).decode()
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:

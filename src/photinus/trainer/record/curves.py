@@ -32,7 +32,7 @@ def draw_curves(folder: Path) -> Path | None:
     try:
         import matplotlib  # noqa: F401 - asked for by name, for the next line is silent when it has run before
 
-        from ...runlog import chart, figures
+        from ...runlog.figures import picture
     except ImportError as error:
         warnings.warn(
             f"curves.png was not drawn, since matplotlib cannot be imported ({error}); `pip install matplotlib`, and "
@@ -40,15 +40,14 @@ def draw_curves(folder: Path) -> Path | None:
             stacklevel=2,
         )
         return None
-    figure = chart.picture(figures.curves([run], [run.name]), _title(run))
-    picture = folder / PICTURE
-    new = picture.with_name(f".{picture.name}.{os.getpid()}.new")
+    path = folder / PICTURE
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        figure.savefig(new, dpi=144, format="png")
-        os.replace(new, picture)
+        picture(run, _title(run)).savefig(new, dpi=144, format="png")
+        os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
-    return picture
+    return path
 
 
 def _title(run: Run) -> str:
