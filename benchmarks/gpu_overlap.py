@@ -31,7 +31,7 @@ import photinus
 from benchmarks.gpu_results import tell
 from benchmarks.gpu_steps import Steps, step_of
 from benchmarks.ranks import models
-from photinus.training_process import waiting_time
+from photinus.waiting_time import waiting_time
 from tests.gpu.device import DEVICE, FAKE, HAS_GPU, settle
 from tests.rank_pool import RankPool
 

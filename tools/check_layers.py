@@ -29,7 +29,9 @@ FLOORS = {
     "verdict": 2,
     "_native": 2,
     "tracebacks": 2,
-    "training_process": 1,
+    "optimizer_steps": 1,
+    "process_memory": 1,
+    "waiting_time": 1,
     "runlog": 3,
     "arrays": 3,
     "group": 4,
@@ -47,16 +49,16 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2238,
+    "backend": 2243,
     "cli": 1115,
     "compat": 617,
-    "job": 2226,
+    "job": 2228,
     "parallel": 5466,
     "run": 3553,
     "runlog": 1145,
     "templates": 231,
     "tools": 2049,
-    "top": 1069,
+    "top": 1067,
     "trainer": 8937,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.

@@ -17,7 +17,7 @@ import photinus
 from photinus.cli.main import main
 from photinus.runlog.run import Run
 from photinus.runlog.stragglers import shares, stragglers
-from photinus.training_process import waiting_time
+from photinus.waiting_time import waiting_time
 from tests.ranks import run_ranks, values
 from tests.small_run import QUIET, CutOffError, Net, points, train
 

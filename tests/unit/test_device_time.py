@@ -15,7 +15,7 @@ from photinus.parallel.tracing.device_clock import DeviceClock
 from photinus.parallel.tracing.recording import MAIN, Recording, set_current_recording
 from photinus.runlog.tables import PHASES
 from photinus.trainer.record.step_clock import StepClock
-from photinus.training_process import waiting_time
+from photinus.waiting_time import waiting_time
 
 
 class Stream:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import photinus
 from photinus.trainer.evaluation import _exact_sum
 from photinus.trainer.forwards import batches_of, blocks_of
-from photinus.training_process import waiting_time
+from photinus.waiting_time import waiting_time
 from tests.small_run import Net, points, right
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from photinus import training_process
+from photinus import backend
 from tests.dist.test_run import run_job, script
 
 _SCRIPT = """
@@ -27,15 +27,15 @@ dist.destroy_process_group()
 
 def test_the_end_waits_until_no_thread_of_gloos_has_anything_to_do(monkeypatch):
     looks = iter([{"R"}, {"S"}, {"S", "R"}, {"S"}, {"D"}, {"S"}, {"S"}, {"R"}])
-    monkeypatch.setattr(training_process, "_gloo_states", lambda: next(looks))
-    training_process.let_gloo_finish()
+    monkeypatch.setattr(backend, "_gloo_states", lambda: next(looks))
+    backend._let_gloo_finish()
     assert next(looks) == {"R"}
 
 
 def test_a_thread_that_never_rests_is_waited_for_a_moment_only(monkeypatch):
-    monkeypatch.setattr(training_process, "_gloo_states", lambda: {"R"})
+    monkeypatch.setattr(backend, "_gloo_states", lambda: {"R"})
     began_s = time.monotonic()
-    training_process.let_gloo_finish(0.05)
+    backend._let_gloo_finish(0.05)
     assert time.monotonic() - began_s < 5
 
 
@@ -43,7 +43,7 @@ def test_gloos_threads_are_known_by_their_names():
     # A thread gives itself its name when it first runs, which on a busy machine comes after the group is there.
     program = """
 import time, torch, torch.distributed as dist
-from photinus.training_process import _gloo_states
+from photinus.backend import _gloo_states
 assert _gloo_states() == set()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.zeros(1))

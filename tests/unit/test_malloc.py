@@ -13,7 +13,7 @@ from tests.scripts import run_forked
 
 CODE = """
 import resource, sys, torch
-from photinus import training_process as process
+from photinus import process_memory as process
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import photinus
+from photinus import optimizer_steps
 from photinus.parallel.tracing.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
 from photinus.parallel.tracing.trace import RankTrace, chrome_events, enumerate_rows
-from photinus.training_process import OptimizerSteps
 from tests.small_run import QUIET
 
 
@@ -102,20 +102,14 @@ def test_a_trace_inside_a_trace_is_refused_and_the_outer_one_goes_on(tmp_path: P
     assert not (tmp_path / "inner.json").exists()
 
 
-def test_a_trace_that_ends_leaves_no_hook_in_optimizers(tmp_path: Path) -> None:
-    before = _optimizer_hooks()
+def test_a_trace_that_ends_watches_no_steps(tmp_path: Path) -> None:
+    before = optimizer_steps._present()
     trace = photinus.trace(tmp_path / "trace.json")
     trace.__enter__()
-    assert _optimizer_hooks() == before + 2
+    assert optimizer_steps._present() == [*before, trace]
     trace.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-    assert _optimizer_hooks() == before
+    assert optimizer_steps._present() == before
     assert (tmp_path / "trace.json").exists()
-
-
-def _optimizer_hooks() -> int:
-    from torch.optim import optimizer
-
-    return len(optimizer._global_optimizer_pre_hooks) + len(optimizer._global_optimizer_post_hooks)
 
 
 @pytest.mark.parametrize("wrong", [{"skip": -1}, {"steps": 0}])
@@ -127,30 +121,6 @@ def test_a_wrong_number_of_steps_is_refused(tmp_path: Path, wrong: dict[str, int
 def test_a_folder_that_does_not_exist_is_named_before_any_step_is_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         photinus.trace(tmp_path / "absent" / "trace.json")
-
-
-def test_an_optimizer_that_calls_another_makes_one_step_and_one_that_raised_none(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-
-    class Outer(torch.optim.SGD):
-        fails = True
-
-        def step(self, closure: Any = None) -> None:
-            torch.optim.SGD([parameter], lr=0.1).step()
-            if self.fails:
-                raise ZeroDivisionError
-
-    outer, ended = Outer([parameter], lr=0.1), []
-    steps = OptimizerSteps(ended=ended.append)
-    with pytest.raises(ZeroDivisionError):
-        outer.step()
-    outer.fails = False
-    for _ in range(2):
-        outer.step()
-    steps.remove()
-    outer.step()
-    assert ended == [outer, outer]
 
 
 def test_an_optimizer_outside_of_any_step_is_not_recorded(tmp_path: Path) -> None:

@@ -27,9 +27,12 @@ work               handles of operations in flight, as torch.distributed expects
 from __future__ import annotations
 
 import atexit
+import contextlib
+import glob
 import importlib
 import os
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +76,32 @@ def register() -> None:
         )
 
 
-def _let_gloo_finish() -> None:
-    from ..training_process import let_gloo_finish
+def _let_gloo_finish(timeout_s: float = 1.0) -> None:
+    """Wait until gloo's threads have let go of their last tensors: the interpreter ends.
 
-    let_gloo_finish()
+    A thread that frees a tensor of Python's needs the interpreter. Python before 3.14 makes it exit in the middle when
+    the interpreter has ended, and the C++ around it then ends the process: "terminate called without an active
+    exception", SIGABRT. With torch 2.13 that befell half of the scripts that ended right behind a collective of gloo,
+    under torchrun as well; `destroy_process_group` leaves gloo's threads there.
+    """
+    deadline, quiet = time.monotonic() + timeout_s, 0
+    while quiet < 2 and time.monotonic() < deadline:
+        states = _gloo_states()
+        if not states:
+            return
+        quiet = quiet + 1 if states == {"S"} else 0  # one that waits for the interpreter sleeps, until we do
+        time.sleep(0.001)
+
+
+def _gloo_states() -> set[str]:
+    """Return what the kernel says of gloo's threads: S for one that sleeps, R or D for one at work."""
+    states = set()
+    for file in glob.glob("/proc/self/task/*/stat"):
+        with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as stat:
+            name, _, rest = stat.read().partition("(")[2].rpartition(")")
+            if name.startswith("pt_gloo"):
+                states.add(rest.split()[0])
+    return states
 
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> ProcessGroup:

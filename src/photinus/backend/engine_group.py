@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from .. import engine, env
 from ..engine import Call, Work
 from ..errors import AbortedError, CollectiveError
-from ..training_process import waiting_time
+from ..waiting_time import waiting_time
 from . import cuda
 from .completer import Completer
 from .options import UNSET, Wires

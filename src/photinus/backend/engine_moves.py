@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
 from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
-from ..training_process import PER_GRADIENTS, keep_freed_memory
+from ..process_memory import PER_GRADIENTS, keep_freed_memory
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
 from .options import as_options, one_tensor, tensor_list
 from .tensors import Memory, transfer_type

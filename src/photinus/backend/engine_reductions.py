@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceSc
 
 from .. import engine
 from ..engine import Call
-from ..training_process import waiting_time
+from ..waiting_time import waiting_time
 from . import cuda
 from .engine_group import EngineGroup, check_elems, check_same_dtype, one_shape, whole
 from .engine_moves import EngineMoves, part_of

@@ -19,22 +19,20 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from functools import cache
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import distributed as torch_ddp
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
+
+from ..optimizer_steps import StepWatcher, watch_steps
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
 _torch_ddp_file = torch_ddp.__file__
 _FRAMES_TO_FSDP = 3  # torch.distributed's call, and what logs it
 _own_folder = __file__.rpartition("/")[0]
-
-_all: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 
 def parameters_of_new_ddp() -> list[Tensor]:
@@ -61,7 +59,7 @@ def _is_of_training(frame: FrameType | None) -> bool:
     return found
 
 
-class Updates:
+class Updates(StepWatcher):
     """The count of one group. It begins with the first DDP or split model that is made over the group."""
 
     def __init__(self) -> None:
@@ -72,8 +70,7 @@ class Updates:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Counts the updates of these parameters too from now on."""
         if not self._training_thread:
-            _hook()
-            _all.add(self)
+            watch_steps(self)
             self._training_thread = _thread()
         refs = self._parameters
         for parameter in parameters:
@@ -93,7 +90,7 @@ class Updates:
         # The sign says whether the engine is to compare it: only where training calls.
         return step if _is_of_training(_caller()) else -step
 
-    def count_step(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""
         if _thread() != self._training_thread or _graph_task() != -1:
             return
@@ -107,15 +104,3 @@ class Updates:
 def _is_not_zero(lr: float | Tensor) -> bool:
     """Return whether a step with this learning rate may change weights. On a GPU it is not read, since that waits."""
     return (isinstance(lr, Tensor) and lr.device.type != "cpu") or bool(lr != 0)
-
-
-@cache
-def _hook() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():  # steps that are compiled are counted on no rank
-        return
-    for updates in list(_all):
-        updates.count_step(optimizer)

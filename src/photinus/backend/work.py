@@ -25,7 +25,7 @@ from torch.futures import Future, collect_all
 
 from ..engine import Work
 from ..errors import CollectiveError, PhotinusError
-from ..training_process import waiting_time
+from ..waiting_time import waiting_time
 from . import cuda
 from .completer import Submit, outcome
 from .tensors import Memory

@@ -40,6 +40,7 @@ class Status:
 
 _status = Status()
 _file: int | None = None
+_counter: object = None
 _counts = True  # as long as nobody who knows better has told of steps
 
 
@@ -57,15 +58,15 @@ def count_optimizer_steps() -> None:
     """From now on tells of each step of a torch.optim optimizer, until `tell` is given steps by somebody."""
     if env.STATUS_FILE.get() is None:
         return
-    import torch
+    from ..optimizer_steps import StepWatcher, watch_steps
 
-    from ..training_process import OptimizerSteps
+    class Counter(StepWatcher):
+        def step_ended(self, optimizer: object) -> None:
+            if _counts:
+                _write(replace(_status, steps=_status.steps + 1))
 
-    def count(_: object) -> None:
-        if _counts and not torch.compiler.is_compiling():
-            _write(replace(_status, steps=_status.steps + 1))
-
-    OptimizerSteps(ended=count)
+    global _counter
+    watch_steps(_counter := Counter())
 
 
 def read(text: str) -> Status:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PhotinusError
+from ..optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ..parallel.zero.split_states import is_split, own_part
-from ..training_process import OptimizerSteps
 from .averages import Average
 from .data.loader import running_weight
 from .session.replicas import Replicas
@@ -25,7 +25,7 @@ from .session.session import require_session
 _SURE_BODIES = 100
 
 
-class Backwards:
+class Backwards(StepWatcher):
     """Counts the backwards of a loop, and for each optimizer which of them it has used.
 
     Args:
@@ -48,7 +48,7 @@ class Backwards:
         self._witnesses: dict[int, torch.Tensor] = {}
         self._kept: dict[int, bool] = {}
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._steps: OptimizerSteps | None = None
+        self._has_begun = False
         self._hooks: list[Any] = []
         self._always_reached: set[int] = set()  # optimizers, by each backward
         self._watched = False  # while a body of the loop runs
@@ -74,9 +74,10 @@ class Backwards:
     def begin(self) -> None:
         """Bodies begin. From now on steps count that are made for one of the optimizers, too: of wrappers that have
         one inside, as SAM and Lookahead do, no hook runs."""
-        if self._steps is not None:
+        if self._has_begun:
             return
-        self._steps = OptimizerSteps(ended=self._note_inner_step)
+        self._has_begun = True
+        watch_steps(self)
         self._replicas.begin()
         for place, optimizer in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
@@ -92,9 +93,9 @@ class Backwards:
 
     def end(self) -> None:
         """Bodies are over. May be called again."""
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
+        if self._has_begun:
+            self._has_begun = False
+            unwatch_steps(self)
             self._replicas.end()
         while self._hooks:
             self._hooks.pop().remove()
@@ -242,7 +243,8 @@ class Backwards:
     def _call(self, place: int) -> str:
         return f"optimizer{f' {place + 1}' * (place > 0)}.step() in step {self._step}"
 
-    def _note_inner_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `StepWatcher`: notes a step that was made for one of the optimizers."""
         if not any(optimizer is each for each in self._optimizers):
             inner = {id(parameter) for parameter in _parameters_of(optimizer)}
             for place, each in enumerate(self._optimizers):

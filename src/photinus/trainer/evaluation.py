@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..parallel.exchange.agreement import gather_per_rank, together
 from ..parallel.exchange.tensors import move_tensors
-from ..training_process import waiting_time
+from ..waiting_time import waiting_time
 from .data.arguments import explains_unknown
 from .data.loader import Batch
 from .forwards import Data, Forwards

@@ -106,7 +106,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         late_gradient_errors: (of the class) True: a missing gradient raises at the next forward, as in torch's class,
             after a step with gradients that are not averages.
 
-    On CPUs, malloc then keeps what a step frees, unless you set malloc's variables (see `photinus.training_process`).
+    On CPUs, malloc then keeps what a step frees, unless you set malloc's variables (see `photinus.process_memory`).
 
     Raises:
         NotInitializedError: there is no process group.

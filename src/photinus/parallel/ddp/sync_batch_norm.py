@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from ...training_process import waiting_time
+from ...waiting_time import waiting_time
 
 
 class SyncBatchNorm(_BatchNorm):

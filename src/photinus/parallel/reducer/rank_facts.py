@@ -26,17 +26,16 @@ has run out of input, or whose optimizers tell nothing of their steps.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
 
 from ...errors import MismatchError
 from ...job.world import name_ranks
+from ...optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ..exchange.agreement import JSON, check_alike
 from ..exchange.collectives import Average, control_device
 from ..exchange.verify_models import ParameterPieces, compare_parameters
@@ -48,9 +47,6 @@ _BASE = 61
 _STEPS_PER_DIGEST = 4
 _EXCHANGES_PER_OWN = 64
 _STEPS_NAMED = 4
-
-# Weak, because the hook on optimizers lives as long as the process.
-_all: weakref.WeakSet[RankFacts] = weakref.WeakSet()
 
 
 class StepDigests(Protocol):
@@ -77,7 +73,7 @@ def status_of(tail: torch.Tensor | None) -> torch.Tensor | None:
     return None if tail is None else tail.view(-1, ELEMS_PER_RANK)[:, 0]
 
 
-class RankFacts:
+class RankFacts(StepWatcher):
     """Keeps this rank's facts, says them, and compares those of all.
 
     Args:
@@ -98,8 +94,7 @@ class RankFacts:
         self.steps: StepDigests | None = None
         self.restart()
         if checked:
-            _hook()
-            _all.add(self)
+            watch_steps(self)
 
     def restart(self) -> None:
         """All ranks are together anew, with the same weights, however many steps each has made."""
@@ -116,7 +111,7 @@ class RankFacts:
 
     def stop(self) -> None:
         """Looks at optimizers no more. Idempotent."""
-        _all.discard(self)
+        unwatch_steps(self)
 
     def begin_backward(self, slot: Slot | None = None) -> None:
         """A backward reaches the parameters, exchanged or not; that of `slot` has its gradient already."""
@@ -203,7 +198,7 @@ class RankFacts:
         if len({tuple(row[1:4]) for row in reports if row[1]}) > 1:
             compare_parameters([(slot.name, slot.parameter) for slot in self._slots], self._average.group)
 
-    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""
         if not self._reached:
             return  # another part of a step that is counted
@@ -254,19 +249,6 @@ def _version(slot: Slot) -> int:
 def _digits(digest: int | None) -> list[int]:
     """Three digits in base 61, as one element holds no larger number; zeros say nothing."""
     return [0, 0, 0] if digest is None else [1 + digest // _BASE**index % _BASE for index in range(3)]
-
-
-@cache
-def _hook() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-# One hook, which stays: a wrapper may be collected while torch walks through its hooks, and none may go then.
-def _count_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if torch.compiler.is_compiling():  # steps that are compiled are counted on no rank
-        return
-    for facts in list(_all):
-        facts.count_step(optimizer)
 
 
 def _is_followed(rounds: int) -> bool:

@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PhotinusError
-from ...training_process import PER_GRADIENTS, keep_freed_memory, waiting_time
+from ...process_memory import PER_GRADIENTS, keep_freed_memory
+from ...waiting_time import waiting_time
 from ..exchange.collectives import Average, Pending, wait_all
 from ..exchange.tensors import tensors_in
 from ..tracing.device_clock import clock_of

@@ -22,7 +22,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from ...training_process import PER_GRADIENTS, keep_freed_memory
+from ...process_memory import PER_GRADIENTS, keep_freed_memory
 from ..ddp.checks import one_device
 from ..ddp.held_parameters import HeldParameters, take_over_parameters
 from ..exchange.broadcast import broadcast_tensors
@@ -35,7 +35,7 @@ from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.split_values import watch_values
 from ..zero.step_facts import StepFacts, facts_of
 from ..zero.watched_forwards import refuse_renorm, watch_forwards
-from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_steps
+from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_split_models
 from .strategy import Strategy, explain_errors
 
 _NEED_WHOLE = {
@@ -183,7 +183,7 @@ class FullyShardedStrategy(Strategy):
             optimizer.register_load_state_dict_pre_hook(_split_plain_state)
         split_models.add(held_parameters)
         explain_errors(model, group)
-        watch_steps()
+        watch_split_models()
         watch_values()
         if self.options.get("check_ranks", True) and group.size() > 1:
             _check_steps(model, group)

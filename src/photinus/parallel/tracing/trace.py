@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PhotinusError
+from ...optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ...runlog.events import boot_id
-from ...training_process import OptimizerSteps
 from ..exchange.agreement import gather_per_rank, place_in_group
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
@@ -111,7 +111,7 @@ def trace(path: str | os.PathLike[str], *, skip: int = 0, steps: int | None = No
     return Trace(path, Recording(skip=skip, steps=steps))
 
 
-class Trace(AbstractContextManager["Trace"]):
+class Trace(AbstractContextManager["Trace"], StepWatcher):
     """The trace of a few steps, as `trace` returns it.
 
     Attributes:
@@ -124,21 +124,19 @@ class Trace(AbstractContextManager["Trace"]):
         self.ranks: list[RankTrace] = []
         self._recording = recording
         self._optimizer_began: int | Moment = 0
-        self._steps: OptimizerSteps | None = None
 
     def __enter__(self) -> Trace:
         if current_recording(any_step=True) is not None:
             raise PhotinusError("a trace is on in this process; end it before the next one begins")
         set_current_recording(self._recording)
-        self._steps = OptimizerSteps(began=self._before_optimizer, ended=self._after_optimizer)
+        watch_steps(self)
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         set_current_recording(None)
-        if self._steps is not None:
-            self._steps.remove()
+        unwatch_steps(self)
         rank, world_size = place_in_group()
         together = world_size > 1 and error is None
         if error is None:
@@ -171,10 +169,12 @@ class Trace(AbstractContextManager["Trace"]):
     def __str__(self) -> str:
         return "\n".join([*map(str, self.shares()), f"The picture is in {self.path}: open it in ui.perfetto.dev."])
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_began(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """See `StepWatcher`."""
         self._optimizer_began = self._recording.now()
 
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `StepWatcher`."""
         recording = current_recording()
         if recording is not None:
             name = f"{type(optimizer).__name__}.step"

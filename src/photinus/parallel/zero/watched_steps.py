@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping
 from typing import Any, cast
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import PhotinusError
+from ...optimizer_steps import StepWatcher, watch_steps
 from ..ddp.held_parameters import HeldParameters
 from .split_states import is_split
 from .step_facts import facts_of, unaveraged_error
@@ -33,27 +31,29 @@ def drop_gathered(model: torch.nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-@functools.cache
-def watch_steps() -> None:
-    """Looks at each step from now on: before it, and after it, for its closure may have a forward behind a backward."""
-    register_optimizer_step_pre_hook(_disable_dynamo(_before))
-    register_optimizer_step_post_hook(_disable_dynamo(_after))
+class _SplitSteps(StepWatcher):
+    """Looks at each step before it, and after it, for its closure may have a forward behind a backward."""
+
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        parameters = _look(optimizer)
+        if not has_closure and (unaveraged := _unaveraged(parameters)):
+            raise unaveraged_error(optimizer, unaveraged)
+        for facts in facts_of(parameters):
+            if facts.is_split:
+                facts.begin_step(optimizer)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        for facts in facts_of(_look(optimizer)):
+            if facts.is_split:
+                facts.end_step(optimizer)
 
 
-def _before(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    parameters = _look(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None and (unaveraged := _unaveraged(parameters)):
-        raise unaveraged_error(optimizer, unaveraged)
-    for facts in facts_of(parameters):
-        if facts.is_split:
-            facts.begin_step(optimizer)
+_split_steps = _SplitSteps()
 
 
-def _after(optimizer: Optimizer, *_: Any) -> None:
-    for facts in facts_of(_look(optimizer)):
-        if facts.is_split:
-            facts.end_step(optimizer)
+def watch_split_models() -> None:
+    """Looks at each step from now on."""
+    watch_steps(_split_steps)
 
 
 def _unaveraged(parameters: Collection[Any]) -> list[str]:

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
+from ...optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ...parallel.tracing.device_clock import DeviceClock, Moment, clock_of
 from ...runlog.tables import PHASES
-from ...training_process import waiting_time
+from ...waiting_time import waiting_time
 from ..session.session import Session
 
 _DATA, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER, _OTHER = range(len(PHASES))
 
 
-class StepClock:
+class StepClock(StepWatcher):
     """The phases of the steps of one loop. Runs between `start` and `stop`; at other times every call does nothing.
 
     Args:
@@ -43,7 +43,6 @@ class StepClock:
         self._running = False
         self._aside_s = 0.0
         self._inside = 0  # of backwards, clippings and optimizer steps: what happens inside one is part of it
-        self._hooks: list[Any] = []
 
     def start(self) -> None:
         """Steps begin."""
@@ -51,10 +50,7 @@ class StepClock:
         self._inside = 0
         self._unread.clear()
         waiting_time.start(self if self._device_clock is not None else None)
-        self._hooks = [
-            register_optimizer_step_pre_hook(self.optimizing_began),
-            register_optimizer_step_post_hook(self.optimizing_ended),
-        ]
+        watch_steps(self)
         self.skip()
 
     def stop(self) -> None:
@@ -62,8 +58,7 @@ class StepClock:
         if self._running:
             self._running = False
             waiting_time.stop()
-            for hook in self._hooks:
-                hook.remove()
+            unwatch_steps(self)
 
     def skip(self) -> None:
         """Leave the time since the last mark out of the step (a checkpoint was saved)."""
@@ -103,13 +98,21 @@ class StepClock:
         self._mark(_BACKWARD)
         self._inside -= 1
 
-    def optimizing_began(self, *_: Any) -> None:
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """See `StepWatcher`."""
+        self.optimizing_began()
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """See `StepWatcher`."""
+        self.optimizing_ended()
+
+    def optimizing_began(self) -> None:
         """Clipping, or an optimizer's step, begins."""
         self._inside += 1
         if self._inside == 1:
             self._mark(_OTHER)
 
-    def optimizing_ended(self, *_: Any) -> None:
+    def optimizing_ended(self) -> None:
         """It is over."""
         self._inside -= 1
         if self._inside == 0:

@@ -1,0 +1,80 @@
+"""The steps of all torch optimizers in this process: who watches them is told of each one's beginning and end.
+
+An optimizer may step through another, as ZeRO's steps a part with the user's, or through the `step` of its base class.
+That is one step, the outermost one's. Watchers are called on the thread that steps. A step that raises has begun and
+does not end. A step that is compiled is told as any other: torch.compile leaves out the calls from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # of what torch puts around the `step` of each class
+
+_watchers: list[weakref.ref[StepWatcher]] = []
+
+
+class StepWatcher:
+    """The base class of what watches steps."""
+
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """An optimizer begins to step. With a closure, backwards may follow inside the step."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+
+
+def watch_steps(watcher: StepWatcher) -> None:
+    """Tells a watcher of each step from now on, for as long as it lives; those that came before it are told first."""
+    _watch_torch()
+    if watcher not in _present():
+        _watchers.append(weakref.ref(watcher, _watchers.remove))
+
+
+def unwatch_steps(watcher: StepWatcher) -> None:
+    """Tells it no more. May be called again."""
+    with contextlib.suppress(ValueError):
+        _watchers.remove(weakref.ref(watcher))
+
+
+@functools.cache
+def _watch_torch() -> None:
+    """Registers the hooks, which stay: a watcher may go while torch walks through its hooks, and none may go then."""
+    register_optimizer_step_pre_hook(_disable_dynamo(_began))
+    register_optimizer_step_post_hook(_disable_dynamo(_ended))
+
+
+def _began(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _is_outermost():
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        for watcher in _present():
+            watcher.step_began(optimizer, has_closure=closure is not None)
+
+
+def _ended(optimizer: Optimizer, *_: Any) -> None:
+    if _is_outermost():
+        for watcher in _present():
+            watcher.step_ended(optimizer)
+
+
+def _is_outermost() -> bool:
+    # The frames tell, and not a count of calls: of a step that raised, torch does not tell the end.
+    frame: FrameType | None = sys._getframe(2)
+    steps = 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _STEP
+        frame = frame.f_back
+    return steps < 2
+
+
+def _present() -> list[StepWatcher]:
+    return [watcher for watcher in [each() for each in [*_watchers]] if watcher is not None]
