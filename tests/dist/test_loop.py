@@ -137,6 +137,7 @@ def _full(*_: Any) -> None:
 def _run(loop: photinus.Loop) -> None:
     for batch in loop:
         loop.backward(loop.model(batch.float()[:, None]).mean())
+        loop.model.zero_grad()
 
 
 def test_ranks_agree_on_stopping_on_errors_and_on_what_they_run(tmp_path: Path) -> None:

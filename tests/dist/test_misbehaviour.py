@@ -192,7 +192,7 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
             plain[3].requires_grad_(True)
         if doing == "eval mode":
             model.eval()
-        quiet = loop.no_sync() if doing == "no_sync" else contextlib.nullcontext()
+        quiet = photinus.strategy_of(model).no_sync(model) if doing == "no_sync" else contextlib.nullcontext()
         with quiet:
             if doing != "forward left out":
                 loss = model(x).square().mean()

@@ -101,7 +101,7 @@ def plan(seed: int) -> dict[str, Any]:
         "drop_last": r.random() < 0.5,
         "num_workers": r.choice([0, 0, 0, 2]),
         "samples": r.randint(17, 31),
-        "by": r.choice(["Trainer", "Loop", "body"]),  # the last: batches add up that the loop counts as steps
+        "by": r.choice(["Trainer", "Loop"]),
         "tally": r.random() < 0.5,
         "dropout": 0.3 if same else 0.0,
         "seed": seed,
@@ -110,7 +110,7 @@ def plan(seed: int) -> dict[str, Any]:
     options["samples"] += _RANKS - left if 0 < left < _RANKS else 0  # a batch needs a sample for each rank
     per_epoch = options["samples"] // options["batch_size"]
     per_epoch += (not options["drop_last"]) and options["samples"] % options["batch_size"] > 0
-    per_epoch = per_epoch if options["by"] == "body" else -(-per_epoch // options["accumulate"])  # steps, from here on
+    per_epoch = -(-per_epoch // options["accumulate"])  # steps, from here on
     steps, epochs = r.randint(min(3, 3 * per_epoch), 3 * per_epoch), r.randint(1, 3)
     options |= {"steps": steps, "epochs": None} if r.random() < 0.5 else {"steps": None, "epochs": epochs}
     last = options["steps"] or epochs * per_epoch
@@ -172,12 +172,10 @@ def one_rank(rank: int, world_size: int, strategy: str, cut: Any, out: Path, log
         wrapped, optimizer = photinus.wrap(model, optimizer, strategy=strategy)
         state = {"scheduler": scheduler, "tally": tally if o["tally"] else None}
         state = {name: each for name, each in state.items() if each is not None}
-        by_body = o["by"] == "body"
-        accumulate = 1 if by_body else o["accumulate"]
-        loop = _Watched(wrapped, optimizer, train_set, state=state, accumulate=accumulate, **common)
+        loop = _Watched(wrapped, optimizer, train_set, state=state, accumulate=o["accumulate"], **common)
         for inputs, targets in loop:
-            loop.backward(loss_fn(wrapped(inputs), targets), share=1 / o["accumulate"] if by_body else 1.0)
-            if (loop.step % o["accumulate"] == 0 or loop.step == loop.steps) if by_body else loop.step_due:
+            loop.backward(loss_fn(wrapped(inputs), targets))
+            if loop.step_due:
                 if o["clip"] is not None:
                     loop.clip(o["clip"])
                 optimizer.step()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import photinus
-from photinus.runlog.run import Run
 from photinus.runlog.tables import read_rows
 from tests.small_run import FEATURES, QUIET, points
 
@@ -93,31 +94,79 @@ def test_a_clip_before_the_last_batch_of_a_step_is_an_error():
         accumulated(1, clip=True)
 
 
-QUOTIENTS = {  # by nature, whatever the number of batches in a step is
-    "a mean of two losses": lambda outputs, y: (cross_entropy(outputs, y) + outputs.square().mean()) / 2,
-    "a sum over its samples": lambda outputs, y: cross_entropy(outputs, y, reduction="sum") / len(y),
-    "a factor": lambda outputs, y: cross_entropy(outputs, y) * 0.25,
+def by_hand(way, optimizers=1):
+    """A loop over 6 batches whose body accumulates three of them by itself."""
+    with photinus.init("gloo", "cpu"):
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 4), torch.nn.Linear(4, 3))
+        model = torch.nn.parallel.DistributedDataParallel(model) if way == "no_sync" else model
+        parts = [model.parameters()] if optimizers == 1 else [each.parameters() for each in model]
+        first, *others = [torch.optim.SGD(part, lr=0.1) for part in parts]
+        state = {f"optimizer{number}": each for number, each in enumerate(others)}
+        loop = photinus.Loop(model, first, points(24), batch_size=4, epochs=1, report=QUIET, state=state)
+        for inputs, targets in loop:
+            due = loop.step % 3 == 0
+            with model.no_sync() if way == "no_sync" and not due else nullcontext():
+                loss = cross_entropy(model(inputs), targets)
+                if way == "record":
+                    (loss * loop.weight / 3).backward()
+                    loop.record(loss, share=1 / 3)
+                else:
+                    loop.backward(loss, share=1 / 3)
+            for optimizer in (first, *others) if due else ():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizers", "step"), [("share", 1, 2), ("no_sync", 1, 2), ("record", 1, 3), ("share", 2, 3)]
+)
+def test_a_body_that_accumulates_by_itself_is_told_what_to_write(way, optimizers, step):
+    words = rf"step {step} adds to gradients of a step before, .* write photinus\.Loop\(\.\.\., accumulate=N\)"
+    with pytest.raises(photinus.PhotinusError, match=words):
+        by_hand(way, optimizers)
+    with photinus.init("gloo", "cpu"):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = photinus.Loop(model, optimizer, points(24), batch_size=4, epochs=1, report=QUIET)
+        for _ in loop:
+            with pytest.raises(photinus.PhotinusError, match=r"write photinus\.Loop\(\.\.\., accumulate=N\)"):
+                loop.no_sync()
+            break
+
+
+STEP_OUT = {
+    "first body evaluates": lambda step, place: step > 1,
+    "every third is left out": lambda step, place: step % 3 != 0,
+    "a generator in every third": lambda step, place: place == 1 or step % 3 == 0,
+    "in turns": lambda step, place: step % 2 == place,
 }
 
 
-@pytest.mark.parametrize("by_hand", [2, 4])
-@pytest.mark.parametrize("kind", QUOTIENTS)
-def test_a_loss_that_is_a_quotient_is_logged_as_it_is_where_batches_add_up(tmp_path, kind, by_hand, capsys):
-    given = []
-    torch.manual_seed(3)
-    model = torch.nn.Linear(FEATURES, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("early", [True, False])  # clears before the backward, or behind the step
+@pytest.mark.parametrize("name", STEP_OUT)
+def test_bodies_that_leave_steps_out_and_add_nothing_up_are_right(name, early, to_none):
     with photinus.init("gloo", "cpu"):
-        loop = photinus.Loop(model, optimizer, points(48), batch_size=4, steps=12, out=tmp_path, report=QUIET)
-        for x, y in loop:
-            loss = QUOTIENTS[kind](model(x), y)
-            loop.backward(loss)
-            given.append(loss.item())
-            if loop.step % by_hand == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert [row["loss"] for row in read_rows(tmp_path / "losses.csv")] == pytest.approx(given)
-    assert "logged times" not in capsys.readouterr().out
+        model = torch.nn.ModuleList([torch.nn.Linear(FEATURES, 3), torch.nn.Linear(FEATURES, 3)])
+        pair = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+        loop = photinus.Loop(
+            model, pair[0], points(32), batch_size=4, epochs=1, report=QUIET, state={"second": pair[1]}
+        )
+        for inputs, targets in loop:
+            for place, optimizer in enumerate(pair):
+                if not STEP_OUT[name](loop.step, place) and name != "every third is left out":
+                    continue
+                if early:
+                    optimizer.zero_grad(set_to_none=to_none)
+                outputs = model[0](inputs) + model[1](inputs) if place == 0 else model[1](inputs)
+                loop.backward(cross_entropy(outputs, targets))
+                if place == 0:
+                    pair[1].zero_grad(set_to_none=to_none)  # as a generator's loss leaves them to the critic
+                if STEP_OUT[name](loop.step, place):
+                    optimizer.step()
+                if not early:
+                    optimizer.zero_grad(set_to_none=to_none)
+        assert loop.finished
 
 
 class Counting:
@@ -210,36 +259,6 @@ def test_a_loop_counts_steps_of_the_optimizer_and_batches_inside_each(tmp_path):
     assert rows == [(step, pytest.approx(sum(each) / len(each))) for step, each in enumerate(pairs, 1)]
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert saved == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
-
-
-def test_a_run_of_an_earlier_version_counted_batches_and_goes_on_in_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("photinus.trainer.record.config.FORMAT", 1)
-    monkeypatch.setattr("photinus.trainer.checkpoint.manifest._FORMAT", 1)
-    with photinus.init("gloo", "cpu", seed=3):
-        model = torch.nn.Linear(FEATURES, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        old = {"accumulate": 2, "precision": "float32", "clip_norm": None, "scheduler_every": "epoch"}
-        loop = photinus.Loop(
-            model, optimizer, points(48), batch_size=8, steps=8, out=tmp_path / "old", report=QUIET, _body=old
-        )
-        for inputs, targets in loop:
-            loop.backward(cross_entropy(model(inputs), targets), share=1 / 2)
-            if loop.step % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    monkeypatch.undo()
-    run = Run(tmp_path / "old")
-    run.refresh()
-    assert (run.step, run.steps_wanted, run.steps_per_epoch) == (4, 4, 3)
-    assert [row["step"] for row in run.epochs] == [3, 4]
-    found = {}
-    for name in ("old", "new"):
-        weight, result = fit(batch_size=8, accumulate=2, epochs=None, steps=6, out=tmp_path / name)
-        rows = [(row["step"], row["loss"]) for row in read_rows(tmp_path / name / "losses.csv")]
-        found[name] = (weight, rows, [row["step"] for row in result.history])
-    torch.testing.assert_close(found["old"][0], found["new"][0], rtol=0, atol=0)
-    assert found["old"][1] == [(step, pytest.approx(loss)) for step, loss in found["new"][1]]
-    assert found["old"][2] == found["new"][2] == [3, 6]
 
 
 def test_a_step_before_its_last_batch_is_an_error():

@@ -94,18 +94,17 @@ def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path, world: An
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_batches_are_accumulated_inside_no_sync_and_clipped_once(world: Any, compiled: bool) -> None:
+def test_batches_are_accumulated_and_clipped_once(world: Any, compiled: bool) -> None:
     plain = torch.nn.Linear(1, 1, bias=False)
     start = plain.weight.item()
     model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
     trained = torch.compile(model, backend="eager") if compiled else model
     data = TensorDataset(torch.full((4, 1), 3.0))
-    loop = photinus.Loop(trained, optimizer, data, batch_size=1, epochs=1, report=QUIET)
+    loop = photinus.Loop(trained, optimizer, data, batch_size=1, accumulate=4, epochs=1, report=QUIET)
     for (x,) in loop:
-        with loop.no_sync() if loop.step % 4 else nullcontext():
-            loop.backward(trained(x).sum())
-        if loop.step % 4 == 0:
-            assert loop.clip(0.5).item() == pytest.approx(12.0)
+        loop.backward(trained(x).sum())
+        if loop.step_due:
+            assert loop.clip(0.5).item() == pytest.approx(3.0)
             optimizer.step()
     assert plain.weight.item() == pytest.approx(start - 0.5)
     for limits in ({"max_norm": 0}, {"value": -1.0}, {"max_norm": 1.0, "value": 1.0}, {}):
@@ -223,20 +222,18 @@ def test_the_logged_loss_of_an_epoch_is_the_mean_over_its_samples(world: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("share", "bodies", "logged"),
+    ("share", "logged"),
     [
-        (1.0, 1, 1.5),  # two losses of one body
-        (0.5, 1, 0.75),  # two parts of its batch
-        (0.5, 2, 1.5),  # two losses of each of two batches
+        (1.0, 1.5),  # two losses of one body
+        (0.5, 0.75),  # two parts of its batch
     ],
 )
-def test_several_losses_in_one_body_add_up(world: Any, share: float, bodies: int, logged: float) -> None:
+def test_several_losses_in_one_body_add_up(world: Any, share: float, logged: float) -> None:
     loop = _loop(Numbered(16), epochs=1)
     for _ in loop:
         loop.backward(_loss(loop, 1.0), share=share)
         loop.backward(_loss(loop, 0.5), share=share)
-        if loop.step % bodies == 0:
-            loop._optimizer.step()
+        loop._optimizer.step()
     assert loop.history[0]["loss"] == logged
 
 
@@ -319,17 +316,17 @@ def test_a_closure_logs_its_first_loss_and_a_plain_backward_inside_is_an_error(w
         train_on(lambda loss: loss.backward())
 
 
-@pytest.mark.parametrize(("every", "parts"), [(1, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize(("accumulate", "parts"), [(1, 1), (1, 2), (4, 1)])
 def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
-    tmp_path: Path, world: Any, every: int, parts: int
+    tmp_path: Path, world: Any, accumulate: int, parts: int
 ) -> None:
     def logged(out: Path, left_out: tuple[int, ...]) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        loop = _loop(Numbered(32), epochs=3, out=out, report=LINES)
+        loop = _loop(Numbered(32 * accumulate), epochs=3, accumulate=accumulate, out=out, report=LINES)
         for _ in loop:
             for _ in range(parts):
-                loop.backward(_loss(loop, float(loop.step)) / 2, share=1 / (parts * every), scaler=scaler)
-            if loop.step % every == 0:
+                loop.backward(_loss(loop, float(loop.step)) / 2, share=1 / parts, scaler=scaler)
+            if loop.step_due:
                 if loop.step in left_out:
                     next(loop.model.parameters()).grad[0] = math.inf  # type: ignore[index]
                 scaler.step(loop._optimizer)
@@ -339,7 +336,7 @@ def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
 
     whole = logged(tmp_path / "all", ())
     assert whole == [step / 2 for step in range(1, 25)]
-    assert logged(tmp_path / "some", (every, 2 * every, 4 * every)) == whole
+    assert logged(tmp_path / "some", (1, 2, 4)) == whole
 
 
 def test_an_optimizer_with_a_backward_before_its_closure_logs_the_loss_of_that(world: Any) -> None:
@@ -1114,21 +1111,6 @@ def test_the_users_own_objects_are_saved_and_restored(tmp_path: Path, world: Any
         _loop(epochs=2, out=tmp_path)
 
 
-def test_gradients_not_yet_used_delay_the_checkpoint(tmp_path: Path, world: Any) -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = photinus.Loop(
-        model, optimizer, Numbered(24), batch_size=4, epochs=1, out=tmp_path, save=Saving(every_steps=3, keep_last=9),
-        report=QUIET,
-    )  # fmt: skip
-    for _ in loop:
-        loop.backward(_loss(loop))
-        if loop.step % 2 == 0:  # two batches to a step of the optimizer
-            optimizer.step()
-            optimizer.zero_grad()
-    assert _checkpoints(tmp_path) == ["step-00000004", "step-00000006"]
-
-
 @pytest.mark.parametrize("second_is_known", [True, False])
 def test_optimizers_that_take_turns_in_a_body_delay_no_checkpoint(
     tmp_path: Path, world: Any, second_is_known: bool
@@ -1146,29 +1128,16 @@ def test_optimizers_that_take_turns_in_a_body_delay_no_checkpoint(
     assert _checkpoints(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
-def test_a_checkpoint_waits_for_an_optimizer_whose_gradients_add_up_while_another_steps(
-    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_waits_for_no_optimizer_of_those_that_take_turns(tmp_path: Path, world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     often, seldom = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
-    options: dict[str, Any] = {"save": Saving(every_steps=1, keep_last=999), "report": QUIET}
-    options |= {"batch_size": 1, "epochs": 1, "state": {"seldom": seldom}}
-
-    def train_on(name: str, samples: int, reached: Callable[[int], Tensor], turn: Callable[[int], bool]) -> list[str]:
-        loop = photinus.Loop(model, often, Numbered(samples), out=tmp_path / name, **options)
-        for _ in loop:
-            loop.backward(reached(loop.step))
-            seldom.step() if turn(loop.step) else None
-            often.step() if name == "both" or not turn(loop.step) else None
-        return [each.removeprefix("step-000000") for each in _checkpoints(tmp_path / name)]
-
-    both = lambda _: model.weight.sum() + model.bias.sum()  # noqa: E731
-    assert train_on("both", 6, both, lambda step: step % 3 == 0) == ["03", "06"]
-    one = lambda step: (model.bias if step % 3 == 0 else model.weight).sum()  # noqa: E731
-    assert len(train_on("turns", 6, one, lambda step: step % 3 == 0)) == 6
-    # Two that never step together, as those of a GAN whose bodies take turns: then that is said.
-    assert "00" in "".join(train_on("never", 102, both, lambda step: step % 2 == 0))
-    assert "never one of all optimizers" in capsys.readouterr().out
+    options: dict[str, Any] = {"save": Saving(every_steps=1, keep_last=9), "report": QUIET, "out": tmp_path}
+    loop = photinus.Loop(model, often, Numbered(6), batch_size=1, epochs=1, state={"seldom": seldom}, **options)
+    for _ in loop:
+        turn = loop.step % 3 == 0
+        loop.backward((model.bias if turn else model.weight).sum())
+        (seldom if turn else often).step()  # and nothing is ever cleared
+    assert len(_checkpoints(tmp_path)) == 6
 
 
 class TwoSteps(torch.optim.Optimizer):
@@ -1194,15 +1163,12 @@ def test_steps_of_an_optimizer_inside_another_let_checkpoints_be_saved(tmp_path:
     assert _checkpoints(tmp_path) == ["step-00000002", "step-00000004"]
 
 
-def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved_and_told(
-    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved(tmp_path: Path, world: Any) -> None:
     loop = _loop(Numbered(120), batch_size=1, epochs=2, out=tmp_path, save=Saving(every_steps=100, keep_last=9))
     for _ in loop:
         loop.backward(_loss(loop))  # whose gradients are used in a way of its own
         loop.model.zero_grad(set_to_none=False)
-    assert _checkpoints(tmp_path) == ["step-00000120", "step-00000200", "step-00000240"]
-    assert capsys.readouterr().out.count("no step of the optimizer was seen") == 1
+    assert _checkpoints(tmp_path) == [f"step-00000{step}" for step in (100, 120, 200, 240)]
 
 
 def test_one_epoch_is_one(world: Any) -> None:
@@ -1218,21 +1184,6 @@ def test_the_best_checkpoint_stays_where_not_every_epoch_would_be_saved(tmp_path
         if loop.epoch_ended:
             loop.log(right=float(loop.epoch == 2))
     assert _checkpoints(tmp_path) == ["step-00000006", "step-00000018"]
-
-
-def test_the_best_checkpoint_stays_where_it_had_to_wait_for_a_step(tmp_path: Path, world: Any) -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"save": Saving(keep_last=1, best="right"), "report": QUIET}
-    loop = photinus.Loop(model, optimizer, Numbered(12), batch_size=4, epochs=4, out=tmp_path, **options)
-    for _ in loop:
-        loop.backward(_loss(loop))
-        if loop.step % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        if loop.epoch_ended:  # after 3, 6, 9 and 12 batches
-            loop.log(right=float(loop.epoch == 1))
-    assert _checkpoints(tmp_path) == ["step-00000004", "step-00000012"]
 
 
 def test_a_best_of_another_name_is_not_compared_with(tmp_path: Path, world: Any) -> None:
@@ -1443,28 +1394,6 @@ def test_a_logged_loss_is_that_of_its_step_where_its_memory_is_used_again(world:
         loop.backward(loss)
         loss.detach().fill_(99.0)
     assert loop.history[0]["loss"] == 1.5
-
-
-def test_rows_between_two_steps_of_the_optimizer_are_warned_of_where_the_best_is_kept(
-    world: Any, tmp_path: Path
-) -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = photinus.Loop(
-        model, optimizer, Numbered(12), batch_size=2, epochs=1, out=tmp_path, report=QUIET, validate_every_steps=1,
-        save=Saving(best="right"),
-    )  # fmt: skip
-
-    def train() -> None:
-        for _ in loop:
-            loop.backward(_loss(loop), share=1 / 3)
-            loop.log(right=float(loop.step))
-            if loop.step % 3 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    with pytest.warns(UserWarning, match=r"best='right': 3 rows came before one step .* only the last .* \(step 3\)"):
-        train()
 
 
 @pytest.mark.parametrize("known", [True, False])  # checkpoints of earlier versions did not have the names

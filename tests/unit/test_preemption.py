@@ -9,15 +9,13 @@ import time
 from functools import partial
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 import photinus
 from photinus.job.deaths import Death, Raised
 from photinus.job.restart_policy import Report, RestartPolicy
 from photinus.run.local.interrupts import handle_signals
 from photinus.trainer.session import preemption
-from tests.small_run import QUIET, Net, points, train
+from tests.small_run import train
 
 RUN = {"epochs": 2, "batch_size": 12, "samples": 60}
 
@@ -50,28 +48,6 @@ def test_a_loop_that_is_asked_saves_after_its_step_and_goes_on_with_the_same_bit
 
 def test_a_loop_asked_in_its_last_step_finishes_instead(tmp_path):
     assert train(tmp_path, kill=signal_at(10, signal.SIGUSR1), **RUN)["step"] == 10
-
-
-def test_a_loop_waits_for_the_optimizer_before_it_saves(tmp_path):
-    plain = Net(dropout=0.0)
-
-    def body(inputs, targets):
-        loop.backward(cross_entropy(plain(inputs), targets))
-        if loop.step == 1:
-            signal.raise_signal(signal.SIGUSR1)
-        if loop.step % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def run():
-        for inputs, targets in loop:
-            body(inputs, targets)
-
-    with photinus.init("gloo", "cpu", seed=1):
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        loop = photinus.Loop(plain, optimizer, points(48), batch_size=8, epochs=1, out=tmp_path, report=QUIET)
-        with pytest.raises(preemption.Suspended, match="step 3, saved in "):
-            run()
 
 
 @pytest.mark.parametrize("saves", [True, False])

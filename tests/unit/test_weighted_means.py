@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -56,18 +55,6 @@ def test_batches_count_by_their_weights(tmp_path):
             assert norm == pytest.approx(torch.nn.utils.get_total_norm(found).item())
             loop._optimizer.step()
     assert [row["loss"] for row in read_rows(tmp_path / "losses.csv")] == [pytest.approx(wanted.item())]
-
-
-@pytest.mark.parametrize(("every", "to_none", "notices"), [(2, True, True), (1, True, False), (1, False, False)])
-def test_weighted_losses_that_a_body_adds_up_by_itself_are_noticed(every, to_none, notices, capsys):
-    loop = make_loop()
-    for inputs, targets in loop:
-        with loop.no_sync() if loop.step % every else nullcontext():
-            loop.backward(cross_entropy(loop.model(inputs), targets) / every, weight=loop.step)
-        if loop.step % every == 0:
-            loop._optimizer.step()
-            loop._optimizer.zero_grad(set_to_none=to_none)
-    assert capsys.readouterr().out.count("warning: gradients of several batches add up in step 2, but each") == notices
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -149,8 +136,7 @@ def test_losses_that_make_no_mean_together_are_refused():
     loop = make_loop()
     bodies = iter(loop)
     inputs, targets = next(bodies)
-    with loop.no_sync():
-        loop.backward(cross_entropy(loop.model(inputs), targets), weight=4, share=1 / 4)
+    loop.backward(cross_entropy(loop.model(inputs), targets), weight=4, share=1 / 4)
     with pytest.raises(PhotinusError, match=r"add up to 0\.25, but 1 is needed"):
         next(bodies)
 

@@ -1,5 +1,8 @@
 """The gradients that a loop made: a step on others is an error, because they lack their weight, and the log their loss.
 
+So is a step on gradients of an earlier body: only `accumulate` adds them up. A checkpoint between two bodies has no
+gradients, and whoever goes on from it would lose them.
+
 Each step is also noted for the comparison of the ranks: its options, whether gradients of the last step were kept, and
 which parts of parameters something else has changed since (torch counts changes in place): no other rank has a copy of
 these to compare with.
@@ -8,11 +11,13 @@ these to compare with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from ..errors import PhotinusError
 from ..optimizer_steps import StepWatcher, unwatch_steps, watch_steps
@@ -22,7 +27,31 @@ from .data.loader import running_weight
 from .session.replicas import Replicas
 from .session.session import require_session
 
-_SURE_BODIES = 100
+
+@dataclass
+class _Gradients:
+    """The gradients that an optimizer has, known by the one of its first parameter with a gradient.
+
+    Attributes:
+        parameter: this parameter, which has a gradient.
+        body: the first body that made them.
+        is_used: whether the optimizer has stepped with them, or they were set to zeros.
+        tensor: the gradient, while it lives.
+        version: of the gradient, which changes in place count up.
+    """
+
+    parameter: Any
+    body: int
+    is_used: bool = False
+
+    def __post_init__(self) -> None:
+        self.tensor, self.version = TensorWeakRef(self.parameter.grad), self.parameter.grad._version
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether they were cleared, by None or by zeros."""
+        gradient = self.parameter.grad
+        return gradient is None or (gradient._version != self.version and (self.is_used or not bool(gradient.any())))
 
 
 class Backwards(StepWatcher):
@@ -42,34 +71,22 @@ class Backwards(StepWatcher):
         self._replicas = replicas
         self._averages = averages
         self._stepped_inside: set[int] = set()  # in the running body
-        self._step = 0  # of the loop
-        # By optimizer, from its last step: a parameter whose gradient it used; whether this gradient was still there at
-        # the next backward; and its split parameters, with the changes that they had seen.
-        self._witnesses: dict[int, torch.Tensor] = {}
-        self._kept: dict[int, bool] = {}
-        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._has_begun = False
         self._hooks: list[Any] = []
-        self._always_reached: set[int] = set()  # optimizers, by each backward
         self._watched = False  # while a body of the loop runs
         self._may_step = True  # in the running body
-        # By optimizer: a gradient of the running step, with its version; and those that had one which was cleared.
-        self._kept_gradients: dict[int, tuple[Any, int]] = {}
+        self._step = 0  # of the loop
+        self._body, self._first_body = 0, 0  # the running one, from 1, and the first one of its step
+        # By optimizer: its gradients; those cleared inside the running step; and what its last step left behind:
+        # whether its gradients were still there at the next backward, and its split parameters with their versions.
+        self._gradients: dict[int, _Gradients] = {}
         self._cleared: set[int] = set()
-        self._body = 0  # the running one, from 1
-        self._settled = 0  # the last body after which no optimizer had gradients to use
-        # By optimizer: the last body with a backward that gave it gradients, and the last with a step, or 0.
-        self._reached = [0] * len(optimizers)
-        self._stepped = [0] * len(optimizers)
-        self._made = 0
-        self._used = [0] * len(optimizers)
+        self._kept: dict[int, bool] = {}
+        self._versions: dict[int, list[tuple[Tensor, int]]] = {}
+        # Backwards of the running step; by optimizer those before its last step in it.
+        self._made, self._used = 0, [0] * len(optimizers)
         self._evaluations = 0  # of the closure of the step that is under way
         self.rate: Any = None  # of the first optimizer's last step: its scheduler may have moved on since
-
-    @property
-    def unstepped(self) -> bool:
-        """Return whether gradients accumulate for an optimizer's later step; those of a body with its step do not."""
-        return any(reached > stepped for reached, stepped in zip(self._reached, self._stepped, strict=True))
 
     def begin(self) -> None:
         """Bodies begin. From now on steps count that are made for one of the optimizers, too: of wrappers that have
@@ -83,13 +100,8 @@ class Backwards(StepWatcher):
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, place)))
                 self._hooks.append(optimizer.register_step_post_hook(partial(self._after_step, place)))
-            parameters = _parameters_of(optimizer)
-            # Of parts of parameters no hook runs while gradients are not averaged.
-            if len(self._optimizers) == 1 or any(map(is_split, parameters)):
-                self._always_reached.add(place)
-                continue
-            reach = partial(self._reach, place)
-            self._hooks += [p.register_post_accumulate_grad_hook(reach) for p in parameters if p.requires_grad]
+            if place not in self._gradients:  # made before the loop
+                self._note_used(place)
 
     def end(self) -> None:
         """Bodies are over. May be called again."""
@@ -100,80 +112,70 @@ class Backwards(StepWatcher):
         while self._hooks:
             self._hooks.pop().remove()
 
-    def waits_in_vain(self, bodies: int) -> bool:
-        """Return whether N bodies, and at least 100, ended with gradients to use, although their optimizers stepped
-        meanwhile, or never did."""
-        waiting = zip(self._reached, self._stepped, strict=True)
-        used = all(stepped > self._settled or not stepped for reached, stepped in waiting if reached > stepped)
-        return used and self._body - self._settled >= max(bodies, _SURE_BODIES)
-
-    def body_began(self, step: int, *, may_step: bool) -> None:
-        """The loop hands out a batch of a step: the last one if it `may_step`."""
-        if step != self._step:
-            self._kept_gradients, self._cleared = {}, set()
-        self._watched, self._may_step, self._step, self._evaluations = True, may_step, step, 0
+    def body_began(self, step: int, *, is_first: bool, may_step: bool) -> None:
+        """The loop hands out a batch of a step: the first one, or the last one, in which it `may_step`."""
         self._body += 1
+        if is_first:
+            self._first_body, self._cleared = self._body, set()
+            self._made, self._used = 0, [0] * len(self._optimizers)
+        self._watched, self._may_step, self._step, self._evaluations = True, may_step, step, 0
 
-    def body_ended(self) -> bool:
-        """The body came to its end, or was left. Returns whether it used all gradients that it made, and no others."""
+    def body_ended(self) -> None:
+        """The body came to its end, or was left."""
         self._watched = False
+        if self._made > max(self._used):  # by hand, perhaps, which nothing saw
+            self.backward_ended()
         while self._stepped_inside:
             self._report_step(self._stepped_inside.pop())
         for average in self._averages:
             average.catch_up()
-        is_alone = self._body - self._settled == 1
-        return self._settle(self._body) and is_alone
-
-    def _settle(self, body: int) -> bool:
-        """Returns whether no optimizer has gradients of the bodies up to this one to use: they were, or are gone, as
-        where a GradScaler leaves a step out."""
-        for place, optimizer in enumerate(self._optimizers):
-            is_waiting = self._reached[place] > self._stepped[place]
-            # Gradients of split parameters lie elsewhere while they are not averaged.
-            if is_waiting and all(each.grad is None and not is_split(each) for each in _parameters_of(optimizer)):
-                self._stepped[place] = self._reached[place]
-        if self.unstepped:
-            return False
-        self._settled = max(self._settled, body)
-        return True
 
     def add(self) -> bool:
         """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""
         self._made += 1
-        if max(self._reached) < self._body:
-            self._settle(self._body - 1)
-        for place in self._always_reached:
-            self._reach(place)
-        for place, parameter in self._witnesses.items():
-            self._kept.setdefault(place, parameter.grad is not None)
+        for place, gradients in [*self._gradients.items()]:
+            if gradients.is_used:
+                self._kept.setdefault(place, not gradients.is_gone)
+                self._note_used(place, gradients.parameter)
         return self._evaluations <= 1
 
-    @property
-    def adds_up(self) -> bool:
-        """Return whether a backward adds to gradients of an earlier body, as far as this rank sees them."""
-        waits = len(self._optimizers) == 1 and self._stepped[0] < self._reached[0] < self._body
-        return waits and _has_gradients(self._optimizers[0])
-
-    def note_kept(self) -> None:
-        """Remember the gradients of a batch that is not the last of its step."""
-        for place, optimizer in enumerate(self._optimizers):
-            found = next((p for p in _parameters_of(optimizer) if p.grad is not None), None)
-            if found is not None:
-                self._kept_gradients[place] = found, found.grad._version
-
-    def check_kept(self) -> None:
-        """Look for the gradients that `note_kept` saw, before a backward. Raise PhotinusError if they are gone.
+    def backward_begins(self) -> None:
+        """Look at the gradients of earlier bodies. Raise PhotinusError unless those of this step are there, and others
+        are not, which no step has used.
 
         Of several optimizers it is an error only if this one steps: another's loss may have left the gradients.
         """
-        for place, (parameter, version) in self._kept_gradients.items():
-            gradient = parameter.grad
-            is_gone = gradient is None or (gradient._version != version and not bool(gradient.any()))
-            if is_gone and self._stepped[place] < self._body:
-                self._cleared.add(place)
+        for place, gradients in [*self._gradients.items()]:
+            if not gradients.is_used and gradients.is_gone:
+                if self._first_body <= gradients.body < self._body:
+                    self._cleared.add(place)
+                else:
+                    self._note_used(place, gradients.parameter)
         if len(self._optimizers) == 1:
-            self._kept_gradients = {}  # SAM clears them between its two backwards
             self._refuse_cleared(0)
+            self._refuse_older(0)
+
+    def backward_ended(self) -> None:
+        """Remember the gradients that are there."""
+        for place, optimizer in enumerate(self._optimizers):
+            found = next((p for p in _parameters_of(optimizer) if p.grad is not None), None)
+            if found is None:
+                continue
+            before, now = self._gradients.get(place), _Gradients(found, self._body)
+            if before is not None and before.is_used:
+                if before.parameter is found and before.version == now.version:
+                    continue  # another optimizer's backward did not reach them
+            elif before is not None and len(self._optimizers) > 1:  # SAM clears them between its two backwards
+                now.body = before.body
+            self._gradients[place] = now
+
+    def _note_used(self, place: int, parameter: Any = None) -> None:
+        """The gradients that an optimizer has now are not for a step of its."""
+        self._gradients.pop(place, None)
+        if parameter is None:
+            parameter = next((p for p in _parameters_of(self._optimizers[place]) if p.grad is not None), None)
+        if parameter is not None and parameter.grad is not None:
+            self._gradients[place] = _Gradients(parameter, self._body, is_used=True)
 
     def _refuse_cleared(self, place: int) -> None:
         if place in self._cleared:
@@ -183,8 +185,17 @@ class Backwards(StepWatcher):
                 f"accumulate=... they add up over its batches. Write it under `if loop.step_due`."
             )
 
-    def _reach(self, place: int, *_: Any) -> None:
-        self._reached[place] = self._body
+    def _refuse_older(self, place: int) -> None:
+        gradients, optimizer = self._gradients.get(place), self._optimizers[place]
+        if gradients is None or gradients.is_used or gradients.body >= self._first_body:
+            return
+        if gradients.tensor() is gradients.parameter.grad and not gradients.is_gone and _has_gradients(optimizer):
+            raise PhotinusError(
+                f"step {self._step} adds to gradients of a step before, which {type(optimizer).__name__}.step() has "
+                f"not used. To make one step of N batches, write photinus.Loop(..., accumulate=N), "
+                f"`if loop.step_due:` before optimizer.step() and zero_grad(), and neither no_sync nor a loss / N. To "
+                f"leave a step out, clear its gradients by zero_grad()."
+            )
 
     def _before_step(
         self, place: int, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -201,6 +212,8 @@ class Backwards(StepWatcher):
             self._refuse_cleared(place)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:  # a closure has its backward inside the step
+            if self._watched:
+                self._refuse_older(place)
             self._check(place, optimizer)
         if self._watched and place in self._versions:
             changed = [each for each, version in self._versions[place] if each._version != version]
@@ -212,9 +225,7 @@ class Backwards(StepWatcher):
         if closure is None:
             return None
         # SAM's step has a backward before it, too, whose loss is the one to log.
-        self._evaluations = int(
-            len(self._optimizers) == 1 and self._reached[place] == self._body > self._stepped[place]
-        )
+        self._evaluations = int(len(self._optimizers) == 1 and self._made > self._used[0])
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, partial(self._evaluate, closure), *args[2:]), others
 
@@ -224,17 +235,14 @@ class Backwards(StepWatcher):
 
     def _after_step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._check(place, optimizer)
-        self._used[place] = self._made
-        self._stepped[place] = self._body
-        self._evaluations = 0
+        self._evaluations, self._used[place] = 0, self._made
+        self._note_used(place)
         if self._watched:
             self._replicas.note(self._call(place), *optimizer.param_groups)
-            parameters = _parameters_of(optimizer)
-            self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
+            self._versions[place] = [(each, each._version) for each in _parameters_of(optimizer) if is_split(each)]
             self._stepped_inside.discard(place)
             if not getattr(optimizer, "found_inf", None):  # of a GradScaler: a fused optimizer skips a step itself
                 self._report_step(place)
-            self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])
 
     def _report_step(self, place: int) -> None:
         for average in self._averages:
@@ -249,13 +257,14 @@ class Backwards(StepWatcher):
             inner = {id(parameter) for parameter in _parameters_of(optimizer)}
             for place, each in enumerate(self._optimizers):
                 if any(id(parameter) in inner for parameter in _parameters_of(each)):
-                    self._stepped[place] = self._body
+                    self._used[place] = self._made
+                    self._note_used(place)
                     self._stepped_inside.add(place)
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         if not (self._watched and self._made == self._used[place] and _has_gradients(optimizer)):
             return
-        if self._stepped[place] == self._body:
+        if self._made:
             raise PhotinusError(
                 f"{type(optimizer).__name__}.step() twice in step {self._step}, and no loop.backward came since. "
                 f"Step once for each loop.backward, or call zero_grad() after the first step. Gradients that you make "

@@ -15,10 +15,10 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -193,8 +193,7 @@ class Loop:
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._backwards, self._told_unseen = Backwards(optimizers, self._replicas, [*averages.values()]), False
-        self._told_of_sum = not session.is_main
+        self._backwards = Backwards(optimizers, self._replicas, [*averages.values()])
         self._means = WeightedMeans(session, models, partial(_parameters_of, models, optimizers))
         self._modes = OptimizerModes([optimizer, *others.values()], session.switching)
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
@@ -242,7 +241,6 @@ class Loop:
         self._validated_s = self._session.aside_s
         self._save_wanted = isinstance(checkpoint, Kept) and checkpoint.is_unsaved
         self._is_writing = False
-        self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
         self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
@@ -355,25 +353,19 @@ class Loop:
                 padding, or the sum of class weights. A number, or a tensor with one. Gradients and log are those of the
                 mean over all ranks and all batches of the step. Every rank gives it, and waits for the others to add it
                 up. On a rank with 0 the loss may be nan. If all have 0, gradients are 0 and no loss is logged.
-            share: weight of this loss in the batch: 1/4 for each of four parts of it. `accumulate` needs none. The log
-                shows the whole loss. Several calls in one body add up; in a body with an optimizer step, each by its
-                share. In a closure, its first evaluation is logged, or the backward before it (SAM). Without
-                `accumulate`, a body that accumulates by itself gives each of four batches 1/4; a loss that it divides
-                is logged divided.
+            share: weight of this loss in the batch: 1/4 for each of four parts of it. `accumulate` needs none. Several
+                calls in one body add up in the log, each by its share. In a closure, its first evaluation is logged, or
+                the backward before it (SAM).
             scaler: a `torch.amp.GradScaler` that scales the loss. You call its `step` and `update`.
 
         Raises:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient; the weight is not a number >= 0.
-            PhotinusError: called outside the body of the loop.
+            PhotinusError: called outside the body of the loop; or gradients of a step before are there that no step of
+                the optimizer has used: only `accumulate` adds up gradients of several batches.
         """
         batch = self._running_batch("loop.backward(loss)")
         check_loss(loss)
-        if self._batches_done:
-            self._backwards.check_kept()
-        elif weight is not None and not self._told_of_sum and self._accumulate == 1 and self._backwards.adds_up:
-            self._told_of_sum = True
-            text = f"gradients of several batches add up in step {self.step}, but each weight counts in its batch alone"
-            say(f"warning: {text}: the step takes a mean of means. Use photinus.Loop(..., accumulate=N) instead")
+        self._backwards.backward_begins()
         counts = weight is None or batch.samples  # not samples that a stream repeats
         own, factor, counted_share = self._means.part(weight if counts else 0, share)
         if weight is None:
@@ -390,8 +382,7 @@ class Loop:
             weighted.backward()
         if weight is not None:
             self._means.backward_ended()
-        if not self.step_due:
-            self._backwards.note_kept()
+        self._backwards.backward_ended()
         self._clock.backward_ended()
 
     @property
@@ -421,13 +412,13 @@ class Loop:
             raise PhotinusError(f"{what} belongs inside `for ... in loop:`; no batch is being worked on")
         return self._batch
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients add up and are not averaged yet; `accumulate` needs none.
-
-        For all but the last of several backwards of one batch, or where you choose the batches of a step yourself. Each
-        batch then counts as a step, and a checkpoint waits for the optimizer's next one. The forward must be inside.
-        """
-        return self._strategy.no_sync(self._wrapped)
+    def no_sync(self) -> NoReturn:
+        """Raise PhotinusError: `accumulate` decides when gradients are exchanged."""
+        raise PhotinusError(
+            "a Loop has no no_sync(). To make one step of N batches, write photinus.Loop(..., accumulate=N), and "
+            "`if loop.step_due:` before optimizer.step(). Several backwards of one batch need nothing around them: "
+            "give each its part, loop.backward(loss, share=1 / 4)"
+        )
 
     @overload
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
@@ -539,14 +530,15 @@ class Loop:
                         self._batches_per_epoch = batch.index + 1 + batch.to_come
                     self._numbers.begin_batch(position.step + 1, self.epoch, batch)
                     size, step_ended = self._batches_of_step, self.step_due
-                    self._backwards.body_began(position.step + 1, may_step=step_ended)
-                    self._means.body_began(batches=size, is_first=self._batches_done == 0, is_last=step_ended)
+                    is_first = self._batches_done == 0
+                    self._backwards.body_began(position.step + 1, is_first=is_first, may_step=step_ended)
+                    self._means.body_began(batches=size, is_first=is_first, is_last=step_ended)
                     with nullcontext() if step_ended else self._gathering():
                         yield batch.data
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None
-                    alone = self._backwards.body_ended()
+                    self._backwards.body_ended()
                     self._means.body_ended()
                     position.batches_done += 1
                     position.samples_in_part += batch.global_samples
@@ -556,7 +548,7 @@ class Loop:
                         self._progress.step(batch.global_samples, position.newest)
                         continue
                     self._batches_done = 0
-                    self._numbers.end_step(alone=alone)
+                    self._numbers.end_step()
                     position.step += 1
                     keeps = self._snapshots.settle(position.step, self._saved_step)
                     status.tell(steps=position.step)
@@ -620,9 +612,9 @@ class Loop:
         saving = self._spec.saving
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
-        # First the numbers: a checkpoint relies on all rows up to it, and asks whether a rank has gradients to keep.
+        # First the numbers: a checkpoint relies on all rows up to it.
         if row_ended or epoch_ended or self._save_wanted or keeps or self._numbers.due:
-            self._exchange(epoch_ended, keeps)
+            self._exchange(epoch_ended)
         self._progress.step(batch.global_samples, position.newest)
         if row_ended:
             self._end_row(epoch_ended)
@@ -630,8 +622,7 @@ class Loop:
             if position.batches_done == self._batches_per_epoch:
                 position.end_epoch()
             self._save_wanted |= self.finished or position.epochs_done % saving.every_epochs == 0
-        # Gradients that add up are no part of a checkpoint. At the run's end no step will come that it could wait for.
-        if self._save_wanted and (not self._waits_for_step or self.finished):
+        if self._save_wanted:
             self._clock.other_ended()
             began = time.perf_counter()
             self._save()
@@ -642,33 +633,18 @@ class Loop:
             self._clock.skip()
             keeps = keeps and self._is_writing  # what is on disk needs no snapshot
         if keeps and not self.finished:
-            if self._waits_for_step:
-                self._snapshots.put_off()
-            else:
-                self._snapshots.take(position, self._saved_step)
+            self._snapshots.take(position, self._saved_step)
         self._save_wanted |= self._save_is_due  # after the next step
 
-    def _has_to_wait(self) -> bool:
-        """Return whether gradients add up for a later step: a checkpoint has no gradients, so it waits for it."""
-        if not self._backwards.unstepped or not self._backwards.waits_in_vain(self._batches_per_epoch):
-            return self._backwards.unstepped
-        if not self._told_unseen and self._session.is_main:
-            say(
-                "note: no step of the optimizer was seen so far, or never one of all optimizers; checkpoints are saved "
-                "all the same, without gradients that add up over several batches"
-            )
-        self._told_unseen = True
-        return False
-
-    def _exchange(self, epoch_ended: bool, keeps: bool) -> None:
-        """Brings the numbers of all ranks together, and agrees on stopping and on waiting with a checkpoint."""
+    def _exchange(self, epoch_ended: bool) -> None:
+        """Brings the numbers of all ranks together, and agrees on stopping and on saving."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
-        wishes = self._stop_wanted, (saves or keeps) and self._has_to_wait(), due, self._folder.has_written
-        stops, self._waits_for_step, self._save_is_due, is_written = self._numbers.exchange(
+        wishes = self._stop_wanted, due, self._folder.has_written
+        stops, self._save_is_due, is_written = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
         if is_written:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -69,7 +68,7 @@ class Saves:
         self._beside = {_shown(name): item for name, item in others.items()}
         modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
         self._settings = Settings({"optimizer": optimizer, **self._beside}, {"": model, **modules})
-        self._rows_saved, self._warned_of_rows, self._is_parted = 0, False, False
+        self._is_parted = False
         self._switching = switching([optimizer, *others.values()])
 
     def check(self) -> None:
@@ -136,20 +135,9 @@ class Saves:
                 state = {**trained, **self._facts(position), **numbers}
                 if whole_bytes >= copies.LEAST_BYTES:
                     state = WRITER.copies.alone(Content(state, {})) or state
-            # A row's checkpoint may have had to wait for the next step of the optimizer.
-            rows = position.history
-            is_rows = bool(rows) and (rows[-1]["step"] == step or len(rows) > self._rows_saved)
-            if self._spec.saving.best is not None and len(rows) - self._rows_saved > 1 and not self._warned_of_rows:
-                self._warned_of_rows = True
-                warnings.warn(
-                    f"best={self._spec.saving.best!r}: {len(rows) - self._rows_saved} rows came before one step of the "
-                    f"optimizer, and only the last of them has a checkpoint (step {step}). Let "
-                    f"validate_every_steps be a multiple of the batches that an optimizer step takes",
-                    stacklevel=2,
-                )
-            self._rows_saved = len(rows)
+            row = position.history[-1] if position.history and position.history[-1]["step"] == step else None
             description = position.description(self._spec.length.describe(position))
-            path = folder.save(step, state, description, rows[-1] if is_rows else None)
+            path = folder.save(step, state, description, row)
             return None if path is None else str(path)
 
         path = from_rank_0(write, f"saving the checkpoint of step {step} in {folder.path}", is_long=True)
@@ -283,7 +271,6 @@ class Saves:
                 position.stopped_of = 0
             if not length.reached(position):
                 position.go_on()
-            self._rows_saved = len(position.history)
             random_numbers = self._random_numbers(content["rng"], position.step, notes)
         if self._session.is_main:
             for note in notes:

@@ -198,10 +198,6 @@ class Snapshots:
         self._planned_step, self._planned_s = step, time.perf_counter()
         self._next = (step // interval + 1) * interval if self._every else step + interval
 
-    def put_off(self) -> None:
-        """In place of `take`: gradients add up for a later step, which no snapshot has."""
-        self._next = self._planned_step + 1
-
     def take(self, position: Position, saved: int) -> None:
         """Begins a snapshot of the step that is done; a checkpoint of the step `saved` may be on its way to disk."""
         began_s, session, copy = time.perf_counter(), self._session, None

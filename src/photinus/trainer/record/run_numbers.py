@@ -18,7 +18,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from ...parallel.exchange.agreement import together
 from ...runlog.tables import MEMORY, PHASES, StepLoss, Window
 from ..checkpoint.position import Position
 from ..data.loader import Batch
-from ..session.progress import say
 from ..session.replicas import Replicas
 from ..session.session import Session
 from .run_folder import RunFolder
@@ -48,8 +46,8 @@ class _Step:
     number: int
     epoch: int
     batches: list[Batch] = field(default_factory=list)
-    # Losses, each with the number of batches that had come, its share, and by what it was divided before it came.
-    parts: list[tuple[Tensor, int, float | Callable[[], float], int]] = field(default_factory=list)
+    # Losses, each with the number of batches that had come, and its share.
+    parts: list[tuple[Tensor, int, float | Callable[[], float]]] = field(default_factory=list)
     loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
 
     @property
@@ -77,7 +75,6 @@ class RunNumbers:
         self._times = RankTimes(session, clock)
         self._replicas = replicas
         self._steps: list[_Step] = []
-        self._told_of_divisor = False
 
     @property
     def due(self) -> bool:
@@ -93,36 +90,18 @@ class RunNumbers:
     def add(self, loss: Tensor, share: float | Callable[[], float]) -> None:
         """Takes a loss of the running step: scalar, mean over this rank's samples."""
         step, value = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
-        # A mean over tokens may well be divided by their number.
-        step.parts.append((value, len(step.batches), share, 1 if callable(share) else divisor_of(loss)))
+        step.parts.append((value, len(step.batches), share))
 
-    def end_step(self, *, alone: bool) -> None:
-        """The step's last body is over. Several losses add up: by their shares where its gradients are all of an
-        optimizer's step (`alone`, or several batches), else whole, as the body is one of several with such shares."""
+    def end_step(self) -> None:
+        """The step's last body is over: its losses add up by their shares, as its gradients do."""
         step = self._steps[-1]
-        # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
-        alone |= any(callable(part[2]) for part in step.parts)
-        parts = [(loss, n, s() if callable(s) else s, divisor) for loss, n, s, divisor in step.parts]
-        parts, step.parts = [part for part in parts if part[2] != 0.0], []
-        batches, samples = len(step.batches), step.samples
-        if batches > 1:
-            self._add_up(step, parts, samples)
-            return
-        whole = 1.0 if alone and len(parts) > 1 else max((share for _, _, share, _ in parts), default=1.0)
-        for loss, _, share, _ in parts:
-            loss = loss if share == whole else loss * (share / whole)
-            step.loss = loss if step.loss is None else step.loss + loss
-
-    def _add_up(self, step: _Step, parts: list[tuple[Tensor, int, float, int]], samples: float) -> None:
-        """The losses of a step of several batches, which its gradients are averaged over."""
-        for loss, place, share, divisor in parts:
-            batch = step.batches[place - 1]
-            if divisor == len(step.batches) and not self._told_of_divisor:
-                self._told_of_divisor = True
-                if self._session.is_main:
-                    say(f"warning: your body divides the loss by {divisor}, and accumulate={divisor} does it too")
-            if batch.samples:  # else it is a mean of nothing, which is nan
-                loss = loss * (share / len(step.batches) * step.samples_of(batch) / samples)
+        parts, step.parts = step.parts, []
+        for loss, place, given in parts:
+            # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
+            batch, share = step.batches[place - 1], given() if callable(given) else given
+            if batch.samples and share:  # else it is a mean of nothing, which is nan
+                factor = share / len(step.batches) * step.samples_of(batch) / step.samples
+                loss = loss if factor == 1.0 else loss * factor
                 step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:
@@ -208,20 +187,6 @@ class RunNumbers:
             window = self._times.window(step=position.step, epoch=epoch, start=position.start, at_once=at_once)
             if window is not None:
                 folder.append_window(window)
-
-
-def divisor_of(loss: Tensor) -> int:
-    """N where the loss was computed as something / N, or * (1 / N), with a whole number of 2 or more; else 1."""
-    node: Any = loss.grad_fn
-    try:
-        other = node._saved_other if node and node.name() in ("DivBackward0", "MulBackward0") else None
-    except RuntimeError:  # a backward has freed what was saved
-        return 1
-    if other is None or other.numel() != 1 or other.is_cuda or other.requires_grad:  # a GPU would have to be waited for
-        return 1
-    value = float(other)
-    divisor = 1 / value if value and node.name() == "MulBackward0" else value
-    return round(divisor) if 2 <= divisor < math.inf and math.isclose(divisor, round(divisor), rel_tol=1e-6) else 1
 
 
 class RankTimes:
