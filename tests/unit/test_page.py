@@ -221,7 +221,7 @@ def test_whatever_stands_in_the_files_something_is_shown(
     def draw_once(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Chart]:
         (run,) = runs
         windows = [replace(window, time_s=0.0, samples=0, epoch=0) for window in run.windows]
-        known = repr((run.losses.buckets, run.epochs, windows, run.step, [event.step for event in run.starts]))
+        known = repr((run.losses.bins, run.epochs, windows, run.step, [event.step for event in run.starts]))
         if known not in drawn:
             drawn[known] = charts(runs, labels)
         return drawn[known]
@@ -319,7 +319,7 @@ def test_windows_put_together_keep_the_mean_of_their_steps_and_the_most_memory()
 
 
 def test_a_curve_for_the_page_has_as_many_points_as_it_may() -> None:
-    assert 150 <= len(Curve(300, ((i, 1.0) for i in range(100_000))).buckets) <= 300
+    assert 150 <= len(Curve(300, ((i, 1.0) for i in range(100_000))).bins) <= 300
 
 
 # -- for everyone -----------------------------------------------------------------------------------------------------

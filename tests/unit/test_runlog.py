@@ -94,27 +94,27 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path, in_place: bool) -
 
 
 @given(some.lists(some.floats(width=32), max_size=200), some.integers(2, 20))
-def test_a_curve_of_few_buckets_loses_no_extreme_and_no_point(values: list[float], most: int) -> None:
+def test_a_curve_of_few_bins_loses_no_extreme_and_no_point(values: list[float], most: int) -> None:
     curve = Curve(most, enumerate(values))
     finite = [value for value in values if math.isfinite(value)]
-    assert len(curve.buckets) <= most
+    assert len(curve.bins) <= most
     assert curve.count == len(values)
     assert curve.missing == len(values) - len(finite)
     if finite:
         assert (curve.low, curve.high) == (min(finite), max(finite))
-        total = sum(bucket.total for bucket in curve.buckets)
+        total = sum(each.total for each in curve.bins)
         assert total == pytest.approx(math.fsum(finite), rel=1e-6, abs=1e-6 * sum(map(abs, finite)))
     else:
         assert math.isnan(curve.low)
-    places = [place for bucket in curve.buckets for place in (bucket.first, bucket.last)]
+    places = [place for each in curve.bins for place in (each.first, each.last)]
     assert places == sorted(places)
     if len(values) > most:
-        assert len(curve.buckets) >= most // 2
+        assert len(curve.bins) >= most // 2
 
 
-def test_a_bucket_says_where_it_lies_and_what_was_missing_in_it() -> None:
+def test_a_bin_has_its_place_and_counts_what_was_missing() -> None:
     curve = Curve(2, [(1, 4.0), (2, math.nan), (3, 1.0), (4, math.inf), (5, math.nan)])
-    first, second = curve.buckets
+    first, second = curve.bins
     assert (first.first, first.last, first.count, first.missing, first.mean) == (1, 4, 4, 2, 2.5)
     assert (second.count, second.missing, math.isnan(second.mean)) == (1, 1, True)
 
@@ -457,7 +457,7 @@ def test_a_run_of_another_host_is_silent_when_nothing_comes(tmp_path: Path) -> N
     run = read(folder)
     assert run.state(changed_s + 5).word == "running"
     assert run.state(changed_s + 3600).word == "silent"
-    assert run.heard_s(changed_s + 3600) == pytest.approx(3600, abs=5)
+    assert run.silent_s(changed_s + 3600) == pytest.approx(3600, abs=5)
     assert changed_s > BEGAN_S
 
 

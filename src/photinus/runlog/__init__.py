@@ -11,11 +11,11 @@
 Every file may be looked at while it is written: what is half there is left out, and comes with the next look. This room
 knows nothing of torch, so that the command line reads runs without it.
 
-curve       A curve of any number of points in a bounded number of buckets, that hides no extreme
+curve       a curve of any number of points in a bounded number of bins, that hides no extreme
 events      `events.jsonl`: what happened in a run, a line each, only ever added to; and the process that a start names
 figures     charts of one run or several, drawn by matplotlib: for a page, or in one picture
 files       how files of a run's folder are opened, replaced as a whole, and read while another process writes them
-run         A run as its folder shows it, looked at once or again and again while it is written; and where to find one
+run         a run as its folder shows it, read once or again and again while it is written; how to find its folder
 stragglers  which rank holds the others up, and in which phase; or which link between two hosts
 tables      the numbers of a run: losses.csv, metrics.csv, and of all ranks ranks.jsonl
 units       numbers as people read them: durations, speeds, sizes, losses

@@ -1,7 +1,7 @@
-"""A curve of any number of points in a bounded number of buckets, that hides no extreme.
+"""A curve of any number of points in a bounded number of bins, that hides no extreme.
 
-Each bucket keeps the lowest, the highest and the mean of its values, and how many of them were no numbers. When there
-are too many buckets, neighbours are put together in pairs; so points can come one by one, without an end.
+Each bin keeps the lowest, the highest and the mean of its values, and how many of them were not numbers. When there are
+too many bins, neighbours are joined in pairs. So points can be added one by one, any number of them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Some neighbouring points of a curve.
+class Bin:
+    """Neighbouring points of a curve.
 
     Attributes:
-        first, last: place of the first and the last of them.
-        count: how many points.
-        missing: how many of them were NaN or infinite.
-        low, high: the lowest and the highest of the finite ones; inf and -inf when there is none.
-        total: sum of the finite ones.
+        first, last: places of the first and the last point.
+        count: number of points.
+        missing: number of points that were NaN or infinite.
+        low, high: the lowest and the highest finite value; inf and -inf if there is none.
+        total: sum of the finite values.
     """
 
     first: float
@@ -43,9 +43,9 @@ class Bucket:
         finite = self.count - self.missing
         return self.total / finite if finite else math.nan
 
-    def join(self, other: Bucket) -> Bucket:
-        """This bucket and the one that follows, as one."""
-        return Bucket(
+    def join(self, other: Bin) -> Bin:
+        """Join this bin and the one that follows."""
+        return Bin(
             self.first,
             other.last,
             self.count + other.count,
@@ -57,63 +57,63 @@ class Bucket:
 
 
 class Curve:
-    """Points in the order of their places, as at most `most` buckets of equally many points each (the last of fewer).
+    """Points in the order of their places, in bins of the same number of points (the last has fewer).
 
     Args:
-        most: buckets, at least 2; there are at least half as many once there were more points than that.
-        points: to begin with.
+        most: largest number of bins, at least 2. Once there were more points, at least half as many bins are there.
+        points: the first points.
     """
 
     def __init__(self, most: int, points: Iterable[tuple[float, float]] = ()) -> None:
         self._most = max(2, most)
-        self._each = 1  # points in a full bucket
-        self.buckets: list[Bucket] = []
+        self._each = 1  # points in a full bin
+        self.bins: list[Bin] = []
         for place, value in points:
             self.add(place, value)
 
     def add(self, place: float, value: float) -> None:
-        """Adds a point at the end. A value that is NaN or infinite is counted as missing."""
-        point = Bucket(place, place, 1, 0, value, value, value)
+        """Add a point at the end. A value that is NaN or infinite is counted as missing."""
+        point = Bin(place, place, 1, 0, value, value, value)
         if not math.isfinite(value):
-            point = Bucket(place, place, 1, 1, math.inf, -math.inf, 0.0)
-        buckets = self.buckets
-        if len(buckets) == self._most and buckets[-1].count == self._each:
-            halves = range(0, len(buckets) - 1, 2)
-            odd = buckets[-1:] if len(buckets) % 2 else []
-            self.buckets = buckets = [buckets[i].join(buckets[i + 1]) for i in halves] + odd
+            point = Bin(place, place, 1, 1, math.inf, -math.inf, 0.0)
+        bins = self.bins
+        if len(bins) == self._most and bins[-1].count == self._each:
+            halves = range(0, len(bins) - 1, 2)
+            odd = bins[-1:] if len(bins) % 2 else []
+            self.bins = bins = [bins[i].join(bins[i + 1]) for i in halves] + odd
             self._each *= 2
-        if buckets and buckets[-1].count < self._each:  # the odd one is a half, too
-            buckets[-1] = buckets[-1].join(point)
+        if bins and bins[-1].count < self._each:  # the odd one is a half, too
+            bins[-1] = bins[-1].join(point)
         else:
-            buckets.append(point)
+            bins.append(point)
 
     @property
     def count(self) -> int:
         """Points so far."""
-        return sum(bucket.count for bucket in self.buckets)
+        return sum(each.count for each in self.bins)
 
     @property
     def missing(self) -> int:
         """Points that were NaN or infinite."""
-        return sum(bucket.missing for bucket in self.buckets)
+        return sum(each.missing for each in self.bins)
 
     @property
     def low(self) -> float:
         """The lowest finite value; NaN when there is none."""
-        return min((bucket.low for bucket in self.buckets if bucket.missing < bucket.count), default=math.nan)
+        return min((each.low for each in self.bins if each.missing < each.count), default=math.nan)
 
     @property
     def high(self) -> float:
         """The highest finite value; NaN when there is none."""
-        return max((bucket.high for bucket in self.buckets if bucket.missing < bucket.count), default=math.nan)
+        return max((each.high for each in self.bins if each.missing < each.count), default=math.nan)
 
     def means(self, places: int) -> list[float]:
-        """The means of at most so many runs of neighbouring buckets of like length; NaN where nothing was finite."""
-        groups = min(places, len(self.buckets))
-        bounds = [len(self.buckets) * i // groups for i in range(groups + 1)] if groups else []
+        """Return at most `places` means of neighbouring bins; NaN where nothing was finite."""
+        groups = min(places, len(self.bins))
+        bounds = [len(self.bins) * i // groups for i in range(groups + 1)] if groups else []
         means = []
         for begin, end in itertools.pairwise(bounds):
-            buckets = self.buckets[begin:end]
-            finite = sum(bucket.count - bucket.missing for bucket in buckets)
-            means.append(sum(bucket.total for bucket in buckets) / finite if finite else math.nan)
+            bins = self.bins[begin:end]
+            finite = sum(each.count - each.missing for each in bins)
+            means.append(sum(each.total for each in bins) / finite if finite else math.nan)
         return means

@@ -52,7 +52,7 @@ class Event:
 def cause_of(error: Event) -> str:
     """Return the cause in an event "error": `rank 1: ValueError: ...`.
 
-    Where it only tells of another rank's end, that: `rank 1 (pid 4711 on a) was killed by SIGKILL`.
+    If the error is a consequence of another rank's end, return that: `rank 1 (pid 4711 on a) was killed by SIGKILL`.
     """
     text = str(error.facts.get("text", ""))
     if not error.facts.get("consequence"):

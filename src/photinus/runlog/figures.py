@@ -172,14 +172,14 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[_Drawing]:
 def _loss(runs: Sequence[Run], labels: Sequence[str], axes: Axes) -> bool:
     labels = labels if len(runs) > 1 else ["training loss"]
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        if buckets := run.losses.buckets:
+        if bins := run.losses.bins:
             if len(runs) == 1:
-                sides = ([b.low for b in buckets], [b.high for b in buckets])
+                sides = ([b.low for b in bins], [b.high for b in bins])
                 axes.fill_between(
-                    [b.middle for b in buckets], *sides, color=run_colour(0), alpha=0.2, linewidth=0, gid="band"
+                    [b.middle for b in bins], *sides, color=run_colour(0), alpha=0.2, linewidth=0, gid="band"
                 )
-            missing = [b.middle for b in buckets if b.missing]
-            _line(axes, label, [(b.middle, b.mean) for b in buckets], run_colour(index), missing=missing)
+            missing = [b.middle for b in bins if b.missing]
+            _line(axes, label, [(b.middle, b.mean) for b in bins], run_colour(index), missing=missing)
         else:
             _line_of_epochs(axes, label, run, "loss", run_colour(index))
     if len(runs) == 1:
@@ -200,7 +200,7 @@ def _line_of_epochs(axes: Axes, label: str, run: Run, name: str, colour: str) ->
     points = [(row["step"], row[name]) for row in run.epochs if name in row]
     missing = [x for x, y in points if not math.isfinite(y)]
     if len(points) > _POINTS:
-        points = [(bucket.middle, bucket.mean) for bucket in Curve(_POINTS, points).buckets]
+        points = [(each.middle, each.mean) for each in Curve(_POINTS, points).bins]
     _line(axes, label, points, colour, missing=missing, few=40)
 
 

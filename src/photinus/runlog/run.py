@@ -1,4 +1,4 @@
-"""A run as its folder shows it, looked at once or again and again while it is written; and where to find one."""
+"""A run as its folder shows it, read once or again and again while it is written; and how to find a run's folder."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import UsageError
+from ..words import closest
 from .curve import Curve
 from .events import EVENTS, Event, cause_of, is_alive, read_event
 from .files import Tail, plain_file
-from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_window, steps_of
+from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_window
 
 CONFIG = "config.json"
 FORMAT = 2
-"""Of a run's folder. Before, a step was a batch, also where the Trainer accumulated gradients."""
+"""Of config.json. Files of format 1 count batches as steps, and are shown so."""
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 
 _MOST = 2**53  # steps and epochs; what is larger was never counted
@@ -48,7 +50,7 @@ class Run:
     """The content of a run's folder.
 
     Args:
-        points: how many buckets curves get.
+        points: number of bins of a curve.
 
     Attributes:
         folder: as given.
@@ -69,7 +71,6 @@ class Run:
         self.events: list[Event] = []
         self.damaged = 0
         self._points = points
-        self._batches = 1  # of a step, where the files count batches
         self._tails = {name: Tail(folder / name) for name in (LOSSES, RANKS, EVENTS)}
         self._stamps: dict[str, tuple[int, int, int]] = {}
         self._columns: list[str] = []
@@ -83,25 +84,13 @@ class Run:
 
     def refresh(self) -> None:
         """Reads what has come since the last time."""
-        if self._change_times(CONFIG):  # first: it says what the others count
+        if self._change_times(CONFIG):
             self.config = self._read_config()
-            self._batches = batches_of_step(self.config)
         self._read_losses()
-        self._extend(self.windows, RANKS, self._read_window)
-        self._extend(self.events, EVENTS, self._read_event)
+        self._extend(self.windows, RANKS, read_window)
+        self._extend(self.events, EVENTS, read_event)
         if self._change_times(METRICS):
             self.epochs = self._read_epochs()
-
-    def _read_window(self, line: str) -> Window | None:
-        window = read_window(line)
-        return window if window is None or self._batches == 1 else window.in_steps_of(self._batches)
-
-    def _read_event(self, line: str) -> Event | None:
-        event = read_event(line)
-        if event is None or self._batches == 1:
-            return event
-        lengths = {n: steps_of(_whole(event.facts.get(n)), self._batches) for n in ("steps", "steps_per_epoch")}
-        return replace(event, step=steps_of(event.step, self._batches), facts={**event.facts, **lengths})
 
     def _extend(self, items: list[Any], name: str, read: Callable[[str], Any]) -> None:
         anew, lines = self._tails[name].read()
@@ -126,7 +115,6 @@ class Run:
             try:
                 row = dict(zip(self._columns, cells, strict=True))
                 step, epoch, loss = int(row["step"]), int(row["epoch"]), _drawable(row["loss"])
-                step = steps_of(step, self._batches)
             except (ValueError, KeyError):
                 step = epoch = -1
             if not (0 <= step < _MOST and 0 <= epoch < _MOST):
@@ -155,8 +143,7 @@ class Run:
                 rows.append({name: _drawable(cell) for name, cell in zip(names, cells, strict=True) if cell})
             except ValueError:
                 self.damaged += 1
-        rows = [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
-        return [{**row, "step": float(steps_of(int(row["step"]), self._batches))} for row in rows]
+        return [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
 
     def _read_config(self) -> dict[str, Any]:
         try:
@@ -251,7 +238,7 @@ class Run:
         """Return the number of restarts after the first start."""
         return max(1, len(self.starts), len(self.config_starts)) - 1
 
-    def heard_s(self, now_s: float) -> float:
+    def silent_s(self, now_s: float) -> float:
         """Seconds since the run last wrote anything; infinite when it never did."""
         return max(0.0, now_s - written_at_s(self.folder))
 
@@ -270,11 +257,11 @@ class Run:
         if ends:
             how = str(ends[-1].facts.get("how", "finished"))
             return State(how if how in ("finished", "stopped", "left") else "left")
-        heard_s = self.heard_s(now_s)
+        silent_s = self.silent_s(now_s)
         alive = is_alive(self.events[last_start].facts)
         if alive is None:
             pause_s = max(_QUIET_S, 4 * self._usual_pause_s())
-            return State("running") if heard_s < pause_s else State("silent")
+            return State("running") if silent_s < pause_s else State("silent")
         return State("running") if alive else State("died")
 
     def _usual_pause_s(self) -> float:
@@ -283,14 +270,6 @@ class Run:
 
     def _of_start(self, name: str) -> Any:
         return self.starts[-1].facts.get(name) if self.starts else None
-
-
-def batches_of_step(config: dict[str, Any]) -> int:
-    """Return how many batches an optimizer's step has, if the run's files count batches; else 1."""
-    options = config.get("options")
-    if config.get("format") == FORMAT or not isinstance(options, dict):
-        return 1
-    return _whole(options.get("accumulate")) or 1
 
 
 def is_run(folder: Path) -> bool:
@@ -340,3 +319,37 @@ def find_runs(below: Path) -> Iterator[Path]:
 def newest_run(below: Path) -> Path | None:
     """The run in a folder whose files changed last; None when there is no run."""
     return max(find_runs(below), key=written_at_s, default=None)
+
+
+def run_folder(command: str, argument: str | None) -> Path:
+    """Return the folder of the run that an argument of a command names. Raise UsageError if there is none.
+
+    Args:
+        command: for messages, like "top".
+        argument: a run's folder, or a file or the checkpoints in it; or a folder with runs: the newest is returned.
+            None: the working directory.
+    """
+    below = Path(os.path.expanduser("." if argument is None else argument))
+    if argument is not None:
+        if not below.exists():
+            raise UsageError(f"photinus {command} {argument}: there is no such folder.{_hint(below)}")
+        if below.is_file():
+            below = below.parent
+        if is_run(below):
+            return below
+        if below.name == "checkpoints" and is_run(below.parent):
+            return below.parent
+    found = newest_run(below)
+    if found is not None:
+        return found
+    where = "here" if argument is None else f"in {argument}"
+    raise UsageError(
+        f"photinus {command}: there is no run {where} ({below.resolve()}, and down to {DEPTH} folders below it). A "
+        f"run's folder is what the script gives as out=..., with {FILES[-1]} in it: photinus {command} FOLDER."
+    )
+
+
+def _hint(path: Path) -> str:
+    folder = path.parent
+    near = closest(path.name, [each.name for each in folder.iterdir() if each.is_dir()]) if folder.is_dir() else None
+    return f" Did you mean {folder / near}?" if near else ""

@@ -172,9 +172,9 @@ def slow_links(windows: Sequence[Window], hosts: Sequence[str] = ()) -> list[Slo
     """The pair of hosts whose link is slow, if there is one.
 
     In a window a link is slow when its bytes are under way three times as long as those of the median link, and a
-    millisecond a step longer, and the ranks wait for at least half of that. Of hosts with one link each none is the
-    usual one, so two hosts have no slow link here. Named is the pair that is the slowest in both of the newest two
-    windows (one hiccup is no slow link), or in 60 % of them all.
+    millisecond a step longer, and the ranks wait for at least half of that. Two hosts have a single
+    link, so there is no usual one, and none is slow. The pair is returned that is the slowest in both of the newest two
+    windows (one hiccup does not make a slow link), or in 60 % of all windows.
 
     Args:
         windows: of one start, in their order.

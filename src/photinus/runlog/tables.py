@@ -18,15 +18,13 @@ held. The phases of a step, which together are the whole step (validation and sa
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +70,11 @@ class RunFiles:
         self.losses = folder / LOSSES
         self.metrics = folder / METRICS
 
-    def go_on_from(self, step: int, history: Sequence[Row], batches: int = 1) -> str:
-        """Drops all rows after `step`, and a line that a killed process wrote only half of.
-
-        Args:
-            batches: of a step, where a version wrote the files that counted those: they are counted in steps then.
+    def go_on_from(self, step: int, history: Sequence[Row]) -> str:
+        """Drop all rows after `step`, and a line that a killed process wrote only half of.
 
         Returns:
-            What was damaged, for a warning, or "". The damaged file is kept beside the new one.
+            Text of a warning that a file was damaged, or "". The damaged file is kept beside the new one.
         """
         unreadable: list[str] = []
         found = read_rows(self.losses, unreadable)
@@ -88,17 +83,6 @@ class RunFiles:
         if unreadable:
             aside = set_damaged_aside(self.losses)
             note = f"{self.losses} is damaged: {plural(bad, 'line')} of it could not be read. The file is {aside} now"
-        if batches > 1:
-            groups = [[*of_step] for _, of_step in groupby(rows, lambda row: steps_of(int(row["step"]), batches))]
-            means = [sum(row["loss"] for row in group) / len(group) for group in groups]
-            rows = [
-                {**group[-1], "step": steps_of(int(group[-1]["step"]), batches), "loss": mean}
-                for group, mean in zip(groups, means, strict=True)
-            ]
-            with contextlib.suppress(FileNotFoundError):
-                lines = self.losses.with_name(RANKS).read_text(encoding="utf-8", errors="replace").splitlines()
-                windows = [window.in_steps_of(batches).to_line() for window in map(read_window, lines) if window]
-                write_atomically(self.losses.with_name(RANKS), "".join(windows))
         remaining = [row for row in rows if row["step"] <= step]
         write_atomically(self.losses, _table(self.LOSS_COLUMNS, remaining))
         self.add_row(history)
@@ -220,13 +204,6 @@ class Window:
         """Samples of all ranks in a second of rank 0's steps."""
         seconds = self.step_s(0) * self.steps
         return self.samples / seconds if seconds > 0 else math.nan
-
-    def in_steps_of(self, batches: int) -> Window:
-        """Return the window, which counts batches, with steps of N of them."""
-        phases = {phase: [seconds * batches for seconds in ranks] for phase, ranks in self.phases.items()}
-        links = [(peer, worst_s * batches, usual_s * batches) for peer, worst_s, usual_s in self.links]
-        steps = max(1, round(self.steps / batches))
-        return replace(self, step=steps_of(self.step, batches), steps=steps, phases=phases, links=links)
 
     def to_line(self) -> str:
         """As a line of ranks.jsonl, with times in whole microseconds."""

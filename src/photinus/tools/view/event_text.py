@@ -34,7 +34,7 @@ def severity(state: State) -> str:
 def describe_state(run: Run, state: State, now_s: float) -> str:
     """Return whether the run goes on, in a few words."""
     if state.word == "silent":
-        return f"silent for {duration(run.heard_s(now_s))}"
+        return f"silent for {duration(run.silent_s(now_s))}"
     return _STATES[state.word]
 
 

@@ -1,4 +1,4 @@
-"""The page of one run, or of several over each other: what page.html.j2, which has the texts, is filled with."""
+"""The page of one run, or of several over each other: the values that are filled into page.html.j2."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from ...cli.parser import Parser
 from ...errors import LaunchError, UsageError
 from ...runlog.files import write_atomically
-from ...runlog.run import Run
+from ...runlog.run import Run, run_folder
 from ...runlog.units import size
-from .run_argument import run_folder
 
 _POINTS = 300
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from ...cli.flag_values import seconds
 from ...cli.parser import Parser
-from ...runlog.run import Run
+from ...runlog.run import Run, run_folder
 from .event_text import command_of, printable
-from .run_argument import run_folder
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

@@ -177,7 +177,7 @@ def _curves(run: Run, width: int) -> list[Text]:
     room = min(60, width - names - lasts - spans - 4)
     lines = []
     for name, last, span, curve in rows:
-        drawn = sparkline(curve.means(room)) if room >= 4 and len(curve.buckets) > 1 else ""
+        drawn = sparkline(curve.means(room)) if room >= 4 and len(curve.bins) > 1 else ""
         label = Text(name)
         label.truncate(names, overflow="ellipsis", pad=True)
         beside = f"  {span}".ljust(spans)[:spans]
@@ -235,7 +235,7 @@ def _ranks(
 ) -> list[RenderableType]:
     slow, window = stragglers(windows), windows[-1]
     late = {each.rank for each in slow}
-    # The slowest are worth seeing; the others stand for themselves.
+    # Without room for all, the slowest ranks are shown.
     by_need = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))
     visible = ranks if len(ranks) <= room else sorted(by_need[: max(1, room - 1)], key=lambda rank: rank.rank)
     hosts = [printable(host) for host in run.hosts]
@@ -283,7 +283,7 @@ def _memory(window: Window, rank: int, now: str, peak: str = "") -> str:
 
 def _events(run: Run, most: int) -> list[Text]:
     events = [event for event in run.events if event.kind not in OF_A_ROW]
-    # Of checkpoints in a row the last one is enough.
+    # Of consecutive checkpoint events only the last is shown.
     alone = [a for a, b in itertools.pairwise(events) if {a.kind, b.kind} != {"checkpoint"}]
     styles = {"error": "red", "warning": _ALARM}
     return [

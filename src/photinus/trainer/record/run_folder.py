@@ -22,7 +22,7 @@ from ...job import status
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import JSON, from_rank_0
 from ...runlog.events import EVENTS, append_event, read_events, this_process
-from ...runlog.run import CONFIG, FILES, batches_of_step
+from ...runlog.run import CONFIG, FILES
 from ...runlog.tables import LOSSES, METRICS, Row, RunFiles, StepLoss, Window, drop_windows_after
 from ...words import mask
 from ..checkpoint.copies import Copied
@@ -35,7 +35,7 @@ from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.replicas import plain
 from ..session.session import Session
-from .config import describe_start, read_config, save_config, set_damaged_config_aside
+from .config import describe_start, save_config, set_damaged_config_aside
 from .curves import PICTURE, draw_curves
 from .loggers import Loggers
 from .resume import Source, choose_source, describe_launch, folder_of_this_job
@@ -196,7 +196,7 @@ class RunFolder:
         step, goes_on = position.step, self._source.goes_on
         source = None if resumed_from is None else str(resumed_from)
         start = describe_start(self._session, resumed_from=source, resumed_step=step, launch=describe_launch())
-        damage = files.go_on_from(step, position.history, batches_of_step(read_config(path)) if goes_on else 1)
+        damage = files.go_on_from(step, position.history)
         if damage:
             self._warn(position, damage)
         drop_windows_after(path, step)
