@@ -52,7 +52,7 @@ BUDGET = {
     "backend": 2243,
     "cli": 1115,
     "compat": 617,
-    "job": 2228,
+    "job": 2300,
     "parallel": 5466,
     "run": 3553,
     "runlog": 1145,

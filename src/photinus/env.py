@@ -188,13 +188,10 @@ PREEMPT_AT_STEP: Variable[int | None] = Variable(
     None,
     "to test preemption: rank 0 suspends the job after this step, in the first attempt",
 )
-STATUS_FILE = _text(
-    "PHOTINUS_STATUS_FILE",
-    "file in which a worker reports its step to the launcher, and whether it can suspend; set by `photinus run`",
-)
-SNAPSHOTS = _text(
-    "PHOTINUS_SNAPSHOTS",
-    "memory files in which the workers of this host keep snapshots for the next attempt; set by `photinus run`",
+WORKER_FILES = _text(
+    "PHOTINUS_WORKER_FILES",
+    "memory files in which a worker reports its step and its errors to the launcher, and those of all workers of this "
+    "host for snapshots; set by `photinus run`",
 )
 OUT = _text(
     "PHOTINUS_OUT",

@@ -68,7 +68,7 @@ for stream in (sys.stdin, sys.stdout, sys.stderr):
 command = [word.strip() for word in open("/proc/self/cmdline").read().split("\\0")]
 print("command", [word for word in command if "/" not in word and not word.isdecimal()], len(command))
 print("original", len(sys.orig_argv), sys.orig_argv[0], open("/proc/self/comm").read())
-print("session", os.getsid(0) == os.getpid() == os.getpgid(0), os.getppid() == int(sys.orig_argv[-5]))
+print("session", os.getsid(0) == os.getpid() == os.getpgid(0), os.getppid() == int(sys.orig_argv[-4]))
 names = set(os.environ) - {"TORCHELASTIC_ERROR_FILE"}
 print("in C", sorted(os.popen("env | cut -d= -f1").read().split()))
 print("environ", sorted(names), os.getcwd())

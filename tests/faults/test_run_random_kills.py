@@ -59,7 +59,7 @@ def workers(mark: str) -> dict[int, int]:
         except OSError:
             continue
         # The process that workers are forked from looks like one at its start, but has no file for its status.
-        if b"run/local/worker.py" in words and environ.get(env.STATUS_FILE.name, "").startswith("/proc/"):
+        if b"run/local/worker.py" in words and environ.get(env.WORKER_FILES.name, "").startswith("/proc/"):
             found[pid] = int(environ["RANK"])
     return found
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from photinus.errors import CheckpointError
+from photinus.job.worker_files import HEAD_BYTES, Head, read_head, read_progress
 from photinus.trainer.checkpoint import image, image_reader
-from photinus.trainer.checkpoint.image import HEAD_BYTES, Content, Copy, Head, MemoryFile
+from photinus.trainer.checkpoint.image import Content, Copy, MemoryFile
 
 
 class Host:
@@ -166,7 +167,7 @@ def test_what_changes_after_it_was_taken_does_not_matter(host, size):
         copy = Copy(Head("run", 1, 0, 1, 0, 1), Content({"x": tensor.zero_()}, {}))
         copy._threads = cores
         copy.take(host.files[0])
-        assert image_reader.read_head(host.paths[0]) is None
+        assert read_head(host.paths[0]) is None
         tensor.add_(1)
         copy.seal_beside()
         copy.wait()
@@ -228,7 +229,7 @@ def test_every_one_of_1000_random_flips_is_refused(host):
     progress = range(HEAD_BYTES - 16, HEAD_BYTES)  # no part of the image
     for _ in range(1000):
         rank = chance.randrange(3)
-        head = image_reader.read_head(host.paths[rank])
+        head = read_head(host.paths[rank])
         assert head is not None
         at = chance.choice([chance.randrange(HEAD_BYTES - 16), chance.randrange(HEAD_BYTES, head.bytes)])
         assert at not in progress
@@ -249,5 +250,5 @@ def test_files_of_two_steps_do_not_make_an_image(host):
 
 def test_progress_is_kept_beside_the_image(host):
     host.files[0].note_progress(41)
-    assert image_reader.read_progress(host.paths[0]) == 41
-    assert [image_reader.read_progress(path) for path in [host.paths[1], "/nowhere"]] == [-1, -1]
+    assert read_progress(host.paths[0]) == 41
+    assert [read_progress(path) for path in [host.paths[1], "/nowhere"]] == [-1, -1]

@@ -23,7 +23,7 @@ def cores(monkeypatch):
 
 def environ(formation=FORMATION, base=None, *, cpu=False):
     flags = JobSpec(Program("script", "train.py"), max_restarts=3, cpu=cpu, role="trainer")
-    return Job(flags, "job", 2, base or {}).environ(formation, 1, "/proc/1/fd/9")
+    return Job(flags, "job", 2, base or {}).environ(formation, 1)
 
 
 def test_world_reads_what_the_launcher_writes():
@@ -48,7 +48,6 @@ def test_torchruns_variables_and_the_meant_world_size():
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "job",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/proc/1/fd/9",
         "PHOTINUS_WORLD_SIZE": "4",
     }
     assert {name: found.get(name) for name in expected} == expected

@@ -14,6 +14,7 @@ import pytest
 
 import photinus.run.local.worker as worker
 from photinus.job.deaths import Raised
+from photinus.job.worker_files import WorkerFiles
 
 WORKER = worker.__file__
 
@@ -46,15 +47,21 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def bootstrap(kind: str, target: str, *arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def bootstrap(
+    kind: str, target: str, *arguments: str, cwd: Path, error_file: Path | str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, WORKER, str(os.getpid()), os.devnull, "", kind, target, *arguments],
+        [sys.executable, WORKER, str(os.getpid()), "", kind, target, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         cwd=cwd,
-        env={**os.environ, **environ},
+        env=environ(error_file) | variables,
     )
+
+
+def environ(error_file: Path | str = "", fault_file: Path | str = os.devnull) -> dict[str, str]:
+    return os.environ | WorkerFiles(str(error_file), str(fault_file)).environ()
 
 
 def python(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -126,7 +133,7 @@ except KeyError as missing:
 def test_an_exception_is_recorded_without_our_frames_and_not_printed_twice(folder):
     (folder / "script.py").write_text(FAILING)
     error_file = folder / "error.json"
-    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    ended = bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     assert ended.returncode == 1
     assert ended.stderr == ""
     assert ended.stdout == "thread ran\natexit ran\n"  # the interpreter leaves in its usual order
@@ -145,7 +152,7 @@ def test_a_child_that_the_script_forked_fails_for_itself(folder):
         "import os\nif os.fork() == 0:\n    raise ValueError('child')\nprint(os.wait()[1] >> 8)\n"
     )
     error_file = folder / "error.json"
-    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    ended = bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     assert (ended.returncode, ended.stdout) == (0, "1\n")
     assert "ValueError: child" in ended.stderr
     assert not error_file.exists()
@@ -170,13 +177,13 @@ WITHOUT_WORDS = "class E(Exception):\n    def __str__(self): return self.absent\
 def test_the_recorded_traceback_is_what_python_prints(folder, text):
     (folder / "script.py").write_text(text)
     error_file = folder / "error.json"
-    bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     assert Raised.from_json(error_file.read_text()).traceback == python("script.py", cwd=folder).stderr
 
 
 def test_without_an_error_file_python_prints_the_error_itself(folder):
     (folder / "script.py").write_text(FAILING)
-    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE="")
+    ended = bootstrap("script", "script.py", cwd=folder)
     assert (ended.returncode, ended.stderr) == (1, python("script.py", cwd=folder).stderr)
 
 
@@ -191,7 +198,7 @@ def test_an_excepthook_of_the_script_is_called_and_one_around_ours_prints_nothin
         "raise ValueError('x')\n"
     )
     error_file = folder / "error.json"
-    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    ended = bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     assert (ended.stdout, ended.stderr) == ("hook ValueError <module>\n", "")
     assert Raised.from_json(error_file.read_text()).type_name == "ValueError"
 
@@ -201,7 +208,7 @@ def test_leaving_with_a_code_is_recorded_with_what_lies_behind(folder):
         "import sys\ntry:\n    raise ConnectionError('peer lost')\nexcept ConnectionError:\n    sys.exit(7)\n"
     )
     error_file = folder / "error.json"
-    bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     raised = Raised.from_json(error_file.read_text())
     assert raised.chain == (("SystemExit", "7"), ("ConnectionError", "peer lost"))
     assert (raised.exit_code, raised.traceback) == (7, "")
@@ -224,7 +231,7 @@ def test_who_raised_an_error_is_recorded(folder, line, by):
     (folder / "torch" / "_utils.py").write_text(f"def reraise{raises}")
     (folder / "script.py").write_text(f"import torch, urllib.request\n{line}\n")
     error_file = folder / "error.json"
-    bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     raised = Raised.from_json(error_file.read_text())
     assert raised.by[: len(by)] == by
     assert raised.lost_a_peer == (by == ("torch",) and "broken pipe" in raised.text)
@@ -232,7 +239,7 @@ def test_who_raised_an_error_is_recorded(folder, line, by):
 
 def test_a_module_that_is_missing_deeper_down_is_an_import_error(folder):
     error_file = folder / "error.json"
-    ended = bootstrap("module", "package.nothing", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    ended = bootstrap("module", "package.nothing", cwd=folder, error_file=error_file)
     assert ended.returncode == 1
     assert Raised.from_json(error_file.read_text()).text == "no module named package.nothing"
 
@@ -241,8 +248,10 @@ def test_a_fatal_signal_leaves_the_stack_in_the_fault_file(folder):
     (folder / "script.py").write_text("import os\ndef inner():\n    os.abort()\ninner()\n")
     faults = folder / "faults"
     faults.touch()
-    command = [sys.executable, WORKER, str(os.getpid()), str(faults), "", "script", "script.py"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
+    command = [sys.executable, WORKER, str(os.getpid()), "", "script", "script.py"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=folder, env=environ(fault_file=faults)
+    )
     assert (ended.returncode, ended.stderr) == (-6, "")
     assert 'script.py", line 3 in inner' in faults.read_text()
 
@@ -258,10 +267,15 @@ def test_a_line_of_several_words_is_written_in_one_piece(folder, unbuffered):
         "    assert os.read(int(sys.argv[1]), 100) == b'kept'\n"
     )
     reading, writing = os.pipe()
-    command = [sys.executable, WORKER, str(os.getpid()), os.devnull, "", "script", "script.py", str(reading)]
-    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "TORCHELASTIC_ERROR_FILE": ""}
+    command = [sys.executable, WORKER, str(os.getpid()), "", "script", "script.py", str(reading)]
     ended = subprocess.run(
-        command, stdout=writing, stderr=writing, pass_fds=[reading], cwd=folder, env=environ, timeout=60
+        command,
+        stdout=writing,
+        stderr=writing,
+        pass_fds=[reading],
+        cwd=folder,
+        env=environ() | {"PYTHONUNBUFFERED": unbuffered},
+        timeout=60,
     )
     os.close(writing)
     with os.fdopen(reading, "rb") as rest:
@@ -275,6 +289,6 @@ def test_lines_reach_a_pipe_before_a_kill(folder):
 
 
 def test_a_worker_whose_launcher_is_gone_already_does_not_run_the_script(folder):
-    command = [sys.executable, WORKER, "1", os.devnull, "", "script", "script.py"]
+    command = [sys.executable, WORKER, "1", "", "script", "script.py"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
     assert (ended.returncode, ended.stdout) == (137, "")

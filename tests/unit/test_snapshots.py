@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import photinus
+from photinus.job.worker_files import WorkerFiles, read_head
 from photinus.trainer import snapshots
-from photinus.trainer.checkpoint import image, image_reader
+from photinus.trainer.checkpoint import image
 from photinus.trainer.record.run_folder import RunFolder
 
 
@@ -53,7 +54,8 @@ class Launcher:
         self.descriptors = [os.memfd_create(f"test-snapshots-{side}") for side in "ab"]
         self.paths = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in self.descriptors]
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        for name, value in {**place, "PHOTINUS_SNAPSHOTS": ",".join(self.paths), "TORCHELASTIC_RUN_ID": "test"}.items():
+        files = WorkerFiles(images=(tuple(self.paths),))
+        for name, value in {**place, **files.environ(), "TORCHELASTIC_RUN_ID": "test"}.items():
             patch.setenv(name, value)
         self.attempt(0)
 
@@ -64,13 +66,13 @@ class Launcher:
         for thread in threading.enumerate():
             if thread.name == "photinus-snapshot":  # of an attempt that has ended
                 thread.join(30)
-        heads = [image_reader.read_head(path) for path in self.paths]
+        heads = [read_head(path) for path in self.paths]
         return sorted(head.step for head in heads if head is not None)
 
     def damage(self, step: int) -> None:
         """Flips a bit of a snapshot."""
         for path, descriptor in zip(self.paths, self.descriptors, strict=True):
-            head = image_reader.read_head(path)
+            head = read_head(path)
             if head is not None and head.step == step:
                 at = head.bytes - 70
                 os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 4]), at)
@@ -386,7 +388,7 @@ def test_a_state_that_outgrows_the_memory_gives_one_note_and_training_goes_on(la
 def test_without_our_launcher_there_are_no_snapshots_and_one_line_if_they_were_asked_for(
     launcher, tmp_path, monkeypatch, capsys, every, lines
 ):
-    monkeypatch.delenv("PHOTINUS_SNAPSHOTS")
+    monkeypatch.delenv("PHOTINUS_WORKER_FILES")
     assert train(tmp_path, every=every)[0].finished
     notes = capsys.readouterr().out.count("note: no snapshots in memory: only `photinus run` keeps them")
     assert notes == lines

@@ -66,7 +66,7 @@ def register() -> None:
             _registered = True
             if sys.version_info < (3, 14):
                 atexit.register(_let_gloo_finish)
-            if "PHOTINUS_STATUS_FILE" in os.environ:  # env.STATUS_FILE: a launcher's worker, whatever its script is
+            if "PHOTINUS_WORKER_FILES" in os.environ:  # env.WORKER_FILES: a launcher's worker, whatever its script is
                 from ..job.status import count_optimizer_steps
 
                 count_optimizer_steps()

@@ -7,6 +7,7 @@
     cgroup          what the kernel says about this control group: CPU quota, memory, kills
     own_address     the address by which other hosts know this one
     ports           listening on one address of this host
+    worker_files    the memory files between a worker and its launcher, and the heads of snapshots
     status          what a worker shows its launcher while it runs
     deaths          how workers ended, which of them was the first cause, and the words for it. Pure functions
     restart_policy  after a failed attempt: what is said, and whether there is another

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import env
+from .worker_files import WorkerFiles
 
 HEARD = "rcs"
 ONLY_ASKED_BY_SIGTERM = "rs"
@@ -56,7 +57,7 @@ def tell(
 
 def count_optimizer_steps() -> None:
     """From now on tells of each step of a torch.optim optimizer, until `tell` is given steps by somebody."""
-    if env.STATUS_FILE.get() is None:
+    if env.WORKER_FILES.get() is None:
         return
     from ..optimizer_steps import StepWatcher, watch_steps
 
@@ -79,8 +80,7 @@ def read(text: str) -> Status:
 def _write(status: Status) -> None:
     global _status, _file
     _status = status
-    path = env.STATUS_FILE.get() if _file is None else None
-    if path is not None:
+    if _file is None and (path := WorkerFiles.of_this_process().status):
         with contextlib.suppress(OSError):  # inherited from a launcher that is gone, or not our own: nobody reads
             _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     if _file is not None:

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import env
@@ -20,6 +21,7 @@ from ..errors import LaunchError
 from ..job.attempt import Formation, JobEndedError
 from ..job.ports import listen
 from ..job.spec import JobSpec
+from ..job.worker_files import make_image_files
 from ..version import check_torch
 from ..words import mask_words
 from .agent import Agent, OneHost
@@ -38,7 +40,7 @@ from .local.interrupts import Interrupted, Interrupts, handle_signals
 from .local.job import LOOPBACK, Job
 from .local.logs import Logs
 from .local.output import Output
-from .local.processes import as_subreaper, make_snapshot_files
+from .local.processes import as_subreaper
 from .local.start_method import StartMethod
 from .local.store import StoreProcess
 from .local.worker import python_command
@@ -106,7 +108,7 @@ def supervise(spec: JobSpec) -> int:
         if spec.dry_run:
             print(dry_run_text(job, logs, method.wait()))
             return 0
-        environ[env.SNAPSHOTS.name] = make_snapshot_files(workers.count)
+        job = replace(job, images=make_image_files(workers.count))
         logs.open()
         output.log_to(logs)
         peers = _peers(job, member, output, store)
@@ -241,8 +243,9 @@ def dry_run_text(job: Job, logs: Logs, why_spawned: str) -> str:
     python = [] if program.kind == "program" else [*python_command(), *(["-m"] if program.kind == "module" else [])]
     command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
     formation = Formation((job.local_world_size,) * most, host_rank, 0, job.job_id, 0)
-    environ = job.environ(formation, 0, _CHOSEN_LATER)
-    environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
+    environ = job.environ(formation, 0)
+    later = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+    environ |= dict.fromkeys(later, _CHOSEN_LATER)
     shared = [name for name, value in sorted(environ.items()) if os.environ.get(name) != value or name in _SHOWN]
     lines = []
     if most > 1:

@@ -694,7 +694,7 @@ class Loop:
         self._collect()
         words = f"step {self._position.step}, saved in {self.checkpoint}"
         self._progress.close()
-        if self._session.is_main and env.STATUS_FILE.get() is None:  # else the launcher says it
+        if self._session.is_main and env.WORKER_FILES.get() is None:  # else the launcher says it
             say(f"suspended at {words}; to continue, start the same command again")
         preemption.suspend(words)
 

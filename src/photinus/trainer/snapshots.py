@@ -1,7 +1,7 @@
 """Snapshots: a loop's state in the memory of its hosts, from which workers come back after a failure.
 
-`photinus run` holds two memory files for each worker (`PHOTINUS_SNAPSHOTS`), which outlive it. Every N steps, when the
-body of a step is done:
+`photinus run` holds two memory files for each worker, which outlive it (see `job.worker_files`). Every N steps, when
+the body of a step is done:
 
     settle  each rank waits until its last snapshot is sealed; one exchange says whether all are. From then on the one
             before may be overwritten: whenever a process is killed, there is a snapshot that all ranks have
@@ -28,11 +28,12 @@ from .. import env
 from ..errors import PhotinusError
 from ..job import status
 from ..job.cgroup import free_memory
+from ..job.worker_files import Head, WorkerFiles, key_of
 from ..job.world import name_ranks
 from ..parallel.exchange.agreement import gather_per_rank
 from ..runlog.units import plural, size
-from .checkpoint.image import Copy, Head, MemoryFile
-from .checkpoint.kept import Kept, find_kept, key_of, snapshot_files
+from .checkpoint.image import Copy, MemoryFile
+from .checkpoint.kept import Kept, find_kept
 from .checkpoint.position import Position
 from .saves import Saves
 from .session.progress import say
@@ -72,7 +73,7 @@ class Snapshots:
         self._is_on = run != "" and every != 0
         if not self._is_on:
             return
-        self._paths, self._splits, why_not = snapshot_files(), saves.splits(), ""
+        self._paths, self._splits, why_not = WorkerFiles.of_this_process().images, saves.splits(), ""
         if session.launcher == "none" or len(self._paths) != session.local_world_size:
             why_not = "only `photinus run` keeps them"
         elif self._splits is None:

@@ -22,6 +22,7 @@ class Job:
         base_environ: the launcher's environment, which the workers inherit.
         gpus: the name of each worker's GPU, by local rank; empty where there are none.
         temporary: folder of the job, see `worker.use_folder`; empty where there is none.
+        images: paths of the snapshots' memory files, by local rank; empty where there can be none.
         out: the run that the attempt before was in, see `status`.
     """
 
@@ -31,10 +32,11 @@ class Job:
     base_environ: Mapping[str, str]
     gpus: tuple[str, ...] = ()
     temporary: str = ""
+    images: tuple[tuple[str, ...], ...] = ()
     out: str = ""
 
-    def environ(self, formation: Formation, local_rank: int, error_file: str) -> dict[str, str]:
-        """The whole environment of a worker in an attempt, which writes about its end into `error_file`.
+    def environ(self, formation: Formation, local_rank: int) -> dict[str, str]:
+        """Return the environment of a worker in an attempt, but for what names its files (see `job.worker_files`).
 
         The user's own OMP_NUM_THREADS and GLOO_SOCKET_IFNAME win; the rest of the job's variables are the launcher's
         word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no worker listens on
@@ -64,7 +66,6 @@ class Job:
                 "TORCHELASTIC_MAX_RESTARTS": str(self.spec.max_restarts),
                 "TORCHELASTIC_RUN_ID": formation.job_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_ERROR_FILE": error_file,
                 env.EXPECTED_WORLD_SIZE.name: str(world_size),
             }
         )

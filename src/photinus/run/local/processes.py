@@ -13,9 +13,8 @@ the launcher is, anybody; that lacks the variables that workers have.
 A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
 another's, and a kill cannot strike a stranger.
 
-What a worker writes about its end (an exception, the stack at a fatal signal) goes into memory files of the launcher
-that the worker opens as /proc/LAUNCHER/fd/N. They have no name in any folder, so nothing can be left behind.
-Snapshots of the training lie in such files, too, which all attempts share.
+What a worker writes about its end (an exception, the stack at a fatal signal) goes into memory files of the launcher,
+see `job.worker_files`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
-import hashlib
-import json
 import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +37,7 @@ from ...job.attempt import Formation
 from ...job.cgroup import text_of
 from ...job.deaths import Death, Raised
 from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
+from ...job.worker_files import WorkerFiles, key_of, path_of, read_head
 from .guard import Guard
 from .interrupts import Interrupts
 from .job import Job
@@ -54,7 +51,7 @@ _SAY_LEFT_S = 1.0
 _SETTLE_STEP_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 _RECORD_LIMIT_BYTES = 1 << 20
-_OF_A_WORKER = f"{env.STATUS_FILE.name}="
+_OF_A_WORKER = f"{env.WORKER_FILES.name}="
 
 
 @dataclass
@@ -323,10 +320,10 @@ class Processes:
 
     def saved_step(self) -> int:
         """The step of their run's newest snapshot on this host, or of a newer checkpoint; -1 for none."""
-        run = hashlib.sha256(os.fsencode(self.out())).hexdigest()
-        pairs = [pair.split(",") for pair in self._job.base_environ.get(env.SNAPSHOTS.name, "").split(":")]
-        steps = [{step for path in pair if (step := _sealed_step(path, run)) is not None} for pair in pairs]
-        return max(*set.intersection(*steps), *(worker.last_status().saved for worker in self._workers), -1)
+        run = key_of(self.out())
+        steps = [{head.step for head in map(read_head, pair) if head and head.run == run} for pair in self._job.images]
+        of_all = set.intersection(*steps) if steps else set()
+        return max([*of_all, *(worker.last_status().saved for worker in self._workers), -1])
 
     def out(self) -> str:
         """The run that they were in (see status.py)."""
@@ -344,11 +341,11 @@ class Processes:
         program, rank = self._job.spec.program, self._formation.first_rank + local_rank
         files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
-        error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
-        words = [str(os.getpid()), fault_path, self._job.temporary]
+        words = [str(os.getpid()), self._job.temporary]
         words += [program.kind, program.target, *program.arguments_of(local_rank)]
-        environ = self._job.environ(self._formation, local_rank, error_path)
-        environ |= {env.STATUS_FILE.name: status_path, env.OUT.name: self._job.out}
+        environ = self._job.environ(self._formation, local_rank)
+        error, fault, status = map(path_of, files)
+        environ |= WorkerFiles(error, fault, status, self._job.images).environ() | {env.OUT.name: self._job.out}
         stdout, stderr = self._output.ends_for(rank, local_rank)
         stdin = None if rank == 0 else subprocess.DEVNULL
         try:
@@ -445,30 +442,6 @@ class Processes:
             time.sleep(0.002)
         for worker in self._workers:
             self._guard.release(worker.process.pid)
-
-
-def make_snapshot_files(workers: int) -> str:
-    """Two memory files for each worker, which live as long as this process: through all attempts.
-
-    Returns:
-        Their paths, for PHOTINUS_SNAPSHOTS: those of a worker separated by a comma, of different ones by a colon.
-    """
-    try:
-        files = [[os.memfd_create(f"photinus-snapshot-{n}-{side}") for side in "ab"] for n in range(workers)]
-    except OSError:  # forbidden here, or too many open files: there are no snapshots
-        return ""
-    return ":".join(",".join(f"/proc/{os.getpid()}/fd/{file}" for file in each) for each in files)
-
-
-def _sealed_step(path: str, run: str) -> int | None:
-    """Return the step of a run's snapshot in a memory file (see `trainer.checkpoint.image`)."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            magic, length = struct.unpack("<8s4xI", file.read(16))
-            head = json.loads(file.read(length)) if magic == b"PHOTIMG1" else {}
-    except (OSError, ValueError, struct.error):  # empty, or being written
-        return None
-    return head["step"] if head.get("run") == run else None
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ from .worker import WORKER_FILE, python_command
 
 _ANSWERS_WITHIN_S = 60.0
 _CHECK_S = 0.05
-_LONGEST_LOCAL_RANK, _LONGEST_FD = "9999", "99999"
-_ROOM = " " * 500  # in what /proc shows of the process, for a worker's own variables
+_LONGEST_LOCAL_RANK = "9999"
+_ROOM = ",," + " " * 500  # in what /proc shows of the process, for a worker's own variables
 _IMPORTS_BY_NAME = {"importlib", "runpy", "pkgutil"}
 _CHANGE = ("setdefault", "update", "pop", "putenv", "unsetenv", "setenv")
 # Imported before the first worker is forked, where the text says that it will need them.
@@ -81,23 +81,20 @@ class StartMethod:
 
     def begin(self, job: Job) -> None:
         """Start the process for this job's workers; leave one as it is that has what they need."""
-        environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0, _ROOM)
+        environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0)
         if self._refusal or (self._process is not None and at_load(environ) == self._environ):
             return
         self.close()
         self._environ = at_load(environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A worker's command takes the place of this one, so this one is as long as that may become.
-        program, mark = (
-            self._spec.program,
-            f"warm:{theirs.fileno()}".ljust(len(f"/proc/{os.getpid()}/fd/{_LONGEST_FD}")),
-        )
-        words = [str(os.getpid()), mark, job.temporary, program.kind, program.target]
+        program = self._spec.program
+        words = [str(os.getpid()), f"warm:{theirs.fileno()}", job.temporary, program.kind, program.target]
         printed = [os.memfd_create(f"photinus-warm-{name}") for name in ("out", "err")]
         with theirs, block_signals():
             self._process = subprocess.Popen(
                 [*python_command(), WORKER_FILE, *words, *program.arguments_of(_LONGEST_LOCAL_RANK)],
-                env={**environ, env.STATUS_FILE.name: _ROOM},
+                env={**environ, env.WORKER_FILES.name: _ROOM},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=printed[0],

@@ -1,6 +1,6 @@
 """Runs in each worker before the user's script: ties the worker to its launcher, then runs the script as Python would.
 
-    python photinus/run/local/worker.py LAUNCHER_PID FAULT_FILE FOLDER script|module|program TARGET ARGUMENTS...
+    python photinus/run/local/worker.py LAUNCHER_PID FOLDER script|module|program TARGET ARGUMENTS...
 
 Started by its path and importing nothing of Photinus (nor torch), so that neither the working directory nor Photinus
 can hide a module that the script imports, and the script finds sys.path, sys.argv and __main__ just as under
@@ -8,9 +8,9 @@ can hide a module that the script imports, and the script finds sys.path, sys.ar
 
 What it adds:
   1. The worker dies with its launcher (PR_SET_PDEATHSIG; a launcher that is gone already is noticed by getppid).
-  2. An uncaught exception is written to TORCHELASTIC_ERROR_FILE, in torch elastic's format with a few fields more,
-     without the frames of this file. The launcher shows it, once, so it is not printed here too.
-  3. A fatal signal (SIGSEGV, SIGABRT, ...) leaves the Python stack in FAULT_FILE, for the launcher as well.
+  2. An uncaught exception is written to the error file (see `job.worker_files`), in torch elastic's format with a few
+     fields more, without the frames of this file. The launcher shows it, once, so it is not printed here too.
+  3. A fatal signal (SIGSEGV, SIGABRT, ...) leaves the Python stack in the fault file, for the launcher as well.
   4. The sockets of multiprocessing lie in FOLDER, which the launcher removes.
 A program that is not Python takes this process's place, and gets the first of these only.
 """
@@ -145,10 +145,15 @@ def _last_frame(error: BaseException) -> types.TracebackType | None:
 _worker_pid = os.getpid()  # imported in the worker itself
 
 
+def _file(number: int) -> str:
+    """Return the path of one of this worker's files, by its place in the text of `job.worker_files`."""
+    return os.environ.get("PHOTINUS_WORKER_FILES", ",").split(",")[number]
+
+
 def _write(text: str, mode: str) -> bool:
     """Writes or appends to the error file; False when there is none, it cannot be written, or it is the parent's: a
     child that the script forked may fail or leave as it likes."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = _file(0)
     if not path or os.getpid() != _worker_pid:
         return False
     try:
@@ -277,7 +282,7 @@ def run(kind: str, target: str, arguments: list[str]) -> None:
 
 def main() -> None:
     """Reads the launcher's words and runs the program."""
-    launcher_pid, fault_file, folder, kind, target, *arguments = sys.argv[1:]
+    launcher_pid, folder, kind, target, *arguments = sys.argv[1:]
     die_with_launcher(int(launcher_pid))
     for stream in (sys.stdout, sys.stderr):
         # Whole lines, and as soon as they are printed: several ranks share a terminal, and a SIGKILL may follow. Also
@@ -287,7 +292,7 @@ def main() -> None:
     if folder and kind != "program":
         use_folder(folder)  # which imports: before SIGINT is the script's
     try:
-        faults = os.open(fault_file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        faults = os.open(_file(1), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         os.write(faults, b"\n")  # tells the launcher that the script begins: from here on SIGINT is the script's
         if not faulthandler.is_enabled():
             faulthandler.enable(faults, all_threads=False)

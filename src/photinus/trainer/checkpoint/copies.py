@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from ... import env
 from ...job.cgroup import free_memory
+from ...job.worker_files import Head
 from ...job.world import World
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
 from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import is_known_split
 from .durable import temporary
-from .image import Content, Copy, Head, MemoryFile
+from .image import Content, Copy, MemoryFile
 
 LEAST_BYTES = 64 << 20
 """Below, writing at once costs less than the process."""

@@ -14,54 +14,29 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import io
-import json
 import mmap
 import os
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ...job.worker_files import HEAD_BYTES, PROGRESS_AT, Head, pack_head, progress_bytes
 from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import is_split, part_of
 from .durable import MOST_THREADS, BlockDigest
 from .states import PlainState
 
-HEAD_BYTES = 4096
-PROGRESS = HEAD_BYTES - 16  # behind the head: the last finished step, and its complement
-MAGIC = b"PHOTIMG1"
 _ALIGNED = 64
 _BLOCK_BYTES = 16 << 20  # of what is copied at a time, by one thread or on a GPU
 _MOST_STAGED = 16  # blocks on a GPU
 PLACE = "\0place "  # begins a text of the skeleton that stands for a tensor; JSON follows, see `_Skeleton._tensor`
 PLAIN_ITEMS = 5  # area, offset, dtype, shape, stride; of a part also the whole's shape, and where it lies there
 CUT = -1  # in place of a rank: the bytes lie in the files' cut parts
-
-
-@dataclass(frozen=True)
-class Head:
-    """The facts of one file, which one rank wrote. A state that a strategy splits goes back only to the same ranks.
-
-    The cut bytes are those of all files of the host, the digest is that of all behind the head.
-    """
-
-    run: str
-    step: int
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    split: bool = False
-    cut_bytes: int = 0
-    skeleton_bytes: int = 0
-    bytes: int = 0
-    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +76,7 @@ class MemoryFile:
     def unseal(self) -> None:
         """From now on the file holds no image."""
         if os.fstat(self.descriptor).st_size:
-            os.pwrite(self.descriptor, bytes(PROGRESS), 0)
+            os.pwrite(self.descriptor, bytes(PROGRESS_AT), 0)
 
     def make_room(self, size: int, *, pin: bool = False) -> None:
         """Maps at least this size; for copies from a GPU the memory is pinned, where that is possible."""
@@ -120,10 +95,7 @@ class MemoryFile:
 
     def seal(self, head: Head) -> None:
         """The image is complete."""
-        text = json.dumps(asdict(head)).encode()
-        body = struct.pack("<I", len(text)) + text
-        body += bytes(PROGRESS - len(MAGIC) - 4 - len(body))
-        os.pwrite(self.descriptor, MAGIC + struct.pack("<I", zlib.crc32(body)) + body, 0)
+        os.pwrite(self.descriptor, pack_head(head), 0)
 
     def digest(self, size: int) -> str:
         """Return the digest of an image of this size, behind its head."""
@@ -131,7 +103,7 @@ class MemoryFile:
 
     def note_progress(self, step: int) -> None:
         """Remembers the last finished step, beside the image."""
-        os.pwrite(self.descriptor, struct.pack("<QQ", step, ~step & (2**64 - 1)), PROGRESS)
+        os.pwrite(self.descriptor, progress_bytes(step), PROGRESS_AT)
 
 
 class Copy:

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import mmap
-import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,31 +13,8 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .image import CUT, HEAD_BYTES, MAGIC, PLACE, PLAIN_ITEMS, PROGRESS, Head, align, cut_range, digest_of
-
-
-def read_head(path: str) -> Head | None:
-    """The head of a file; None where it is not sealed, or its head is damaged."""
-    raw = _first_bytes(path)
-    body = raw[len(MAGIC) + 4 : PROGRESS]
-    if len(raw) < HEAD_BYTES or raw[: len(MAGIC) + 4] != MAGIC + struct.pack("<I", zlib.crc32(body)):
-        return None
-    (length,) = struct.unpack_from("<I", body)
-    return Head(**json.loads(body[4 : 4 + length]))
-
-
-def read_progress(path: str) -> int:
-    """The last finished step that `note_progress` noted; -1 for none."""
-    step, complement = struct.unpack("<QQ", _first_bytes(path)[PROGRESS:].ljust(16, b"\0"))
-    return step if step ^ complement == 2**64 - 1 else -1
-
-
-def _first_bytes(path: str) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(HEAD_BYTES)
-    except OSError:
-        return b""
+from ...job.worker_files import HEAD_BYTES, Head, read_head
+from .image import CUT, PLACE, PLAIN_ITEMS, align, cut_range, digest_of
 
 
 def verify(path: str) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ... import env
 from ...errors import CheckpointError
+from ...job.worker_files import Head, WorkerFiles, key_of, read_head, read_progress
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group
 from . import image_reader
-from .image import Head
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,9 @@ class Kept:
         return dict(self.content)
 
 
-def snapshot_files() -> list[list[str]]:
-    """The two memory files of each rank of this host, by local rank, that `photinus run` holds; empty without any."""
-    text = env.SNAPSHOTS.get()
-    return [pair.split(",") for pair in text.split(":")] if text else []
-
-
-def key_of(run: str) -> str:
-    """The name of a run in images; see `status` for what a run is called."""
-    return hashlib.sha256(os.fsencode(run)).hexdigest()
-
-
 def is_kept(run: str) -> bool:
     """Return whether this host has snapshots of a run."""
-    heads = [image_reader.read_head(path) for pair in snapshot_files() for path in pair]
+    heads = [read_head(path) for pair in WorkerFiles.of_this_process().images for path in pair]
     return any(head is not None and head.run == key_of(run) for head in heads)
 
 
@@ -73,14 +59,14 @@ def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept
 
     Args:
         run: its key.
-        files: from `snapshot_files`.
+        files: two paths of each rank of this host, by local rank.
     """
     rank, world_size = place_in_group()
     own = files[local_rank] if files else ()
-    heads = [head for head in map(image_reader.read_head, own) if head is not None and head.run == run]
+    heads = [head for head in map(read_head, own) if head is not None and head.run == run]
     mine: dict[str, Any] = {
         "heads": [asdict(head) for head in heads],
-        "progress": max(map(image_reader.read_progress, own), default=-1),
+        "progress": max(map(read_progress, own), default=-1),
         "local": [local_rank, len(files)],
     }
     everyone = gather_per_rank(mine)
@@ -117,5 +103,5 @@ def _usable_steps(theirs: Mapping[str, Any], rank: int, world_size: int) -> set[
 
 
 def _find(pair: Sequence[str], run: str, step: int) -> tuple[int, Head]:
-    heads = enumerate(map(image_reader.read_head, pair))
+    heads = enumerate(map(read_head, pair))
     return next((side, head) for side, head in heads if head and (head.run, head.step) == (run, step))
