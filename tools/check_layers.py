@@ -50,11 +50,11 @@ FLOORS = {
 # promise the lines keep.
 BUDGET = {
     "backend": 2243,
-    "cli": 1115,
+    "cli": 1037,
     "compat": 617,
-    "job": 2300,
+    "job": 2325,
     "parallel": 5466,
-    "run": 3553,
+    "run": 3562,
     "runlog": 1145,
     "templates": 231,
     "tools": 2049,

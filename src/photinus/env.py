@@ -167,17 +167,6 @@ JOB_SECRET = _text(
     "PHOTINUS_JOB_SECRET",
     "secret text that only the launchers of one job on several hosts know; never passed to workers",
 )
-LISTEN_FD: Variable[int | None] = Variable(
-    "PHOTINUS_LISTEN_FD",
-    int,
-    None,
-    "number of a listening socket that the launcher inherits, to lead a job on several hosts",
-)
-STARTED_AS = _text(
-    "PHOTINUS_STARTED_AS",
-    "name of this host in the file of `photinus run --hostfile`, which sets it: all hosts share a terminal then, "
-    "and messages about all hosts are printed once",
-)
 LAUNCH = _text(
     "PHOTINUS_LAUNCH",
     "the command line of `photinus run` that started this process; set by it, and written into a run's config.json",

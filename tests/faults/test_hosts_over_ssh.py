@@ -97,7 +97,7 @@ def test_a_host_that_is_cut_off_ends_the_job_within_ten_seconds(tmp_path):
 def test_a_killed_launcher_ends_the_job_and_names_the_host(place):
     process, pids = start_staying(place)
     # The guard is a fork of the launcher, and younger.
-    launcher = min(pid for pid in place.second.pids() if " -m photinus run " in words_of(pid))
+    launcher = min(pid for pid in place.second.pids() if "photinus.run.remote" in words_of(pid))
     os.kill(launcher, signal.SIGKILL)
     ended = finish(process)
     assert ended.code != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 
@@ -15,7 +16,10 @@ SCRIPT = Program("script", "x.py")
 
 
 def parsed(line: str, environ: dict[str, str] | None = None) -> RunFlags:
-    return parse_run(shlex.split(line), {} if environ is None else environ)
+    """What the words ask for. Each job of this file also survives the way to another host."""
+    flags = parse_run(shlex.split(line), {} if environ is None else environ)
+    assert JobSpec.from_json(flags.spec.to_json()) == flags.spec
+    return flags
 
 
 @pytest.mark.parametrize(
@@ -241,3 +245,25 @@ def test_help_wins_over_a_missing_script(line: str) -> None:
 def test_wrong_use_is_told_with_the_way_out(line: str, text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         parsed(line)
+
+
+def test_each_field_of_a_job_survives_the_way_to_another_host() -> None:
+    """A field that is added and not carried over shows here: each has another value than its default."""
+    hosts = HostSpec((1, 2), 1, "a", 7, True, "night", "b", 1.0, 2.0, 3.0)
+    logs = LogSpec("logs", {-1: frozenset(), 0: OUT}, {1: BOTH}, frozenset({0, 2}))
+    program = Program("module", "x", ("--lr", "0.1"), "--local_rank")
+    chosen = {"choice": "--num-gpus 2", "started_as": "a", "hosts": hosts, "logs": logs}
+    spec = JobSpec(program, "gpu", 7, True, (2, 0), 2, True, True, 0.5, "r", "spawn", 9.0, **chosen)  # type: ignore[arg-type]
+    plain = JobSpec(SCRIPT)
+    for one, other in ((spec, plain), (spec.hosts, plain.hosts), (spec.logs, plain.logs), (program, SCRIPT)):
+        same = {each.name for each in dataclasses.fields(one) if getattr(one, each.name) == getattr(other, each.name)}
+        assert not same, "not tried here"
+    assert JobSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"program": {"kind": "script", "target": "x.py"}, "hosts": {"x": 1}, "logs": {}}']
+)
+def test_a_job_of_a_different_version_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="different version of Photinus"):
+        JobSpec.from_json(text)

@@ -2,71 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import fields, replace
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 import photinus.run.ssh.host as host_module
 from photinus.cli.flags import parse_run
 from photinus.cli.main import main
-from photinus.cli.selection import Share, host_words
+from photinus.cli.selection import Share
 from photinus.errors import UsageError
-from photinus.job.spec import HostSpec, JobSpec, Program
-from photinus.run.local.interrupts import handle_signals
+from photinus.job.spec import JobSpec, Program
 from photinus.run.ssh.command import exported_variables, is_here, remote_command, ssh_command, variable_files
-from photinus.run.ssh.host import HostLines, Hosts, RemoteHost, Screen
+from photinus.run.ssh.host import RemoteHost, TroubleError
 from photinus.run.ssh.hostfile import Host
+from photinus.run.ssh.screen import HostLines, Screen
 from photinus.version import __version__
 
+T = TypeVar("T")
 A = Host("a", 4, None, "hosts:1")
 
 
-@pytest.mark.parametrize(("device", "excluded"), [("--cpu", "ranks_per_gpu"), ("--ranks-per-gpu 2", "cpu")])
-def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded):
+@pytest.mark.parametrize("device", ["--cpu", "--ranks-per-gpu 2"])
+def test_the_job_that_reaches_a_host_is_the_one_that_was_typed(device):
     typed = (
-        f"--hostfile hosts {device} --max-restarts 7 --stop-grace 0.5 --preempt-after 9 --use-env --rdzv-id night "
-        "--oversubscribe --start-method spawn --role r "
+        f"--hostfile hosts {device} --max-restarts 7 --stop-grace 0.5 --preempt-after 9 --rdzv-id night "
+        "--oversubscribe --start-method spawn --role r --master-port 29501 --master-addr a "
         "--rdzv-conf join_timeout=30,last_call_timeout=2,heartbeat_timeout=9 --log-dir logs --redirects 0:1,2:3 "
         "--tee 3 --local-ranks-filter 0,2 --no-python ./train --lr 0.1"
     )
-    flags = parse_run(typed.split())
-    there = parse_run(host_words(flags, Share(A, count=4), host_rank=1, hosts=3, leader="10.0.0.1", port=29501))
-    hosts = HostSpec((3, 3), 1, "10.0.0.1", 29501, job_id="night", join_timeout_s=30.0, last_call_s=2.0)
-    given = replace(flags.spec, nproc_per_node=4, hosts=replace(hosts, heartbeat_timeout_s=9.0))
-    assert (there.spec, there.use_env, there.hostfile) == (given, True, None)
-    # A field that is added to the flags and not handed over shows here: each is typed above, with another value than
-    # its default, or is named as one that this side carries out.
-    ours = {"nproc_per_node", "started_as", "devices", "dry_run", "leads", "local_address", excluded}
-    plain = JobSpec(Program("script", "other.py"))
-    for one, other in ((given, plain), (given.hosts, plain.hosts), (given.logs, plain.logs)):
-        same = {each.name for each in fields(one) if getattr(one, each.name) == getattr(other, each.name)}
-        assert same <= ours, "not tried here"
+    spec = parse_run(typed.split()).spec
+    part = Share(A, count=4).job(spec)
+    assert part == replace(spec, nproc_per_node=4)
+    assert JobSpec.from_json(part.to_json()) == part
 
 
 @pytest.mark.parametrize(
-    ("typed", "share", "words"),
+    ("typed", "share", "workers"),
     [
-        ("", Share(A, count=4), ["--nproc-per-node", "4"]),
-        ("", Share(A), []),
-        ("", Share(A, devices=(2, 0), count=2, gpus=True), ["--device", "2,0"]),
-        ("--cpu", Share(A, devices=(2, 0), count=2, gpus=True), ["--nproc-per-node", "2"]),
-        ("", Share(A, count=2, gpus=True), ["--num-gpus", "2"]),
-        ("--nproc-per-node 1", Share(A, devices=(2, 0), count=2, gpus=True), ["--device", "2"]),
-        ("--nproc-per-node 2", Share(A, count=4), ["--nproc-per-node", "2"]),
-        ("--nproc-per-node gpu", Share(A, count=4), ["--nproc-per-node", "gpu"]),
+        ("", Share(A, count=4), (4, None)),
+        ("", Share(A), ("auto", None)),
+        ("", Share(A, devices=(2, 0), count=2, gpus=True), ("auto", (2, 0))),
+        ("--cpu", Share(A, devices=(2, 0), count=2, gpus=True), (2, None)),
+        ("", Share(A, count=2, gpus=True), ("auto", (0, 1))),
+        ("--cpu", Share(A, count=2, gpus=True), (2, None)),
+        ("--nproc-per-node 1", Share(A, devices=(2, 0), count=2, gpus=True), ("auto", (2,))),
+        ("--nproc-per-node 2", Share(A, count=4), (2, None)),
+        ("--nproc-per-node gpu", Share(A, count=4), ("gpu", None)),
     ],
 )
-def test_workers_of_a_host(typed, share, words):
-    flags = parse_run([*typed.split(), "--hostfile", "hosts", "x.py"])
-    assert host_words(flags, share)[: len(words)] == words
-    assert ("--nproc-per-node" in host_words(flags, share)) == ("--nproc-per-node" in words)
-    assert "--nnodes" not in host_words(flags, share)  # one host alone needs no meeting
+def test_workers_of_a_host(typed, share, workers):
+    spec = share.job(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]).spec)
+    assert (spec.nproc_per_node, spec.devices) == workers
+    assert spec.hosts.nnodes is None  # one host alone needs no meeting
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,7 @@ def test_more_workers_than_slots_are_refused():
     with pytest.raises(
         UsageError, match=r"asks for 5 workers on each host, but a has 4 slots for this job \(hosts:1\)"
     ):
-        host_words(flags, Share(A, count=4))
+        Share(A, count=4).job(flags.spec)
 
 
 def test_neither_secret_nor_environment_stands_in_the_command():
@@ -114,7 +111,7 @@ def test_neither_secret_nor_environment_stands_in_the_command():
     assert any(word.startswith("ConnectTimeout=") for word in command)
     assert command[-2] == "root@node1"
     assert command[-1].startswith("cd /; exec ")
-    assert command[-1].endswith(" -m photinus.run.ssh.remote")
+    assert command[-1].endswith(" -m photinus.run.remote")
     assert "ssh" not in remote_command(Host("localhost"), here=True)
 
 
@@ -168,59 +165,96 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
         exported_variables({}, (), variable_files(home, here))
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with handle_signals() as interrupts:
-        reached = Hosts(interrupts)
-        yield reached
-        reached.leave()
-
-
-def remote_host(hosts: Hosts, monkeypatch, program: str) -> RemoteHost:
-    """A host where this program is in the place of `remote`."""
+def on_host(monkeypatch: pytest.MonkeyPatch, program: str, do: Callable[[RemoteHost], Awaitable[T]]) -> T:
+    """What `do` returns for a host where this program is in the place of `remote`."""
     monkeypatch.setattr(host_module, "remote_command", lambda *_, **__: [sys.executable, "-c", program])
-    return hosts.add(Host("a"), here=True)
+
+    async def within_a_loop() -> T:
+        host = RemoteHost(Host("a"), here=True)
+        try:
+            return await do(host)
+        finally:
+            host.close_lifeline()
+            while host.is_reached:
+                await asyncio.sleep(0.01)
+            host.close()
+
+    return asyncio.run(within_a_loop())
 
 
+HEAD = "import os, sys\nfrom photinus.run.ssh.command import MARK\n"
 HELLO = f'MARK + b\'{{"hello": {{"photinus": "{__version__}", "address": null, "seen": null}}}}\\n\''
 
 
-def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_order(hosts, monkeypatch):
+@pytest.mark.timeout(60)
+def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_order(monkeypatch):
     program = (
-        "import os, sys\nfrom photinus.run.ssh.command import MARK\n"
-        f"for byte in b'motd\\n' + {HELLO}: os.write(1, bytes([byte]))\n"
-        "sys.stdin.readline(); os.write(1, b'{\"prepared\": {}}\\n')\n"
+        f"{HEAD}os.write(2, b'bash: warning\\n')\nfor byte in b'motd\\n' + {HELLO}: os.write(1, bytes([byte]))\n"
+        'sys.stdin.readline(); os.write(1, b\'{"prepared": {"port": 1}}\\n\')\n'
         "sys.stdin.readline(); os.write(1, b'{\"x\": 1}'); os.write(2, b'words')\n"
         "sys.exit(sys.stdin.readline() != '15\\n')"
     )
-    host = remote_host(hosts, monkeypatch, program)
-    assert hosts.wait(lambda: host.hello is not None, 20)
-    host.send({"do": "prepare"})
-    assert hosts.wait(lambda: bool(host.answers), 20)
-    assert list(host.answers) == [{"prepared": {}}]
-    host.send({"do": "run"})
-    host.pass_signal(15)
-    assert hosts.wait(lambda: host.done, 20)
-    assert sorted(host.output) == [("err", b"words"), ("out", b'{"x": 1}')]
-    assert (host.ended, host.trouble) == (0, None)
+    output = []
+
+    async def do(host: RemoteHost) -> int | None:
+        async def show(data: bytes) -> None:
+            output.append(data)
+            host.pass_signal(15)
+
+        host.pass_signal(9)  # before the job is started there is nobody to take it
+        await host.reach()
+        assert await host.prepare({"cwd": "/"}, 20.0) == {"port": 1}
+        assert not host.is_running
+        await host.run({}, show, show)
+        assert not host.is_running
+        return host.ended
+
+    assert on_host(monkeypatch, program, do) == 0
+    assert sorted(output) == [b"words", b'{"x": 1}']
 
 
 @pytest.mark.timeout(60)
-def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(hosts, monkeypatch):
+def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(monkeypatch):
     program = (
-        "import os, sys\nfrom photinus.run.ssh.command import MARK\n"
-        f"os.write(1, {HELLO})\nos.kill(os.getpid(), 19)\n"
-        "os.write(1, b'{\"read\": %d}\\n' % len(sys.stdin.readline())); sys.stdin.read()"
+        f"{HEAD}os.write(1, {HELLO})\nos.kill(os.getpid(), 19)\n"
+        'os.write(1, b\'{"prepared": {"read": %d}}\\n\' % len(sys.stdin.readline())); sys.stdin.read()'
     )
-    host = remote_host(hosts, monkeypatch, program)
-    assert hosts.wait(lambda: host.hello is not None, 20)
-    os.waitid(os.P_PID, host.process.pid, os.WSTOPPED | os.WNOWAIT)
-    host.send({"do": "prepare", "words": "x" * 500_000})  # more than a pipe holds
-    host.process.send_signal(signal.SIGCONT)
-    assert hosts.wait(lambda: bool(host.answers), 20)
-    assert host.answers[0]["read"] > 500_000
+
+    async def do(host: RemoteHost) -> dict[str, Any]:
+        await host.reach()
+        with pytest.raises(
+            TroubleError, match="host a: no answer within 0 s: its file system may hang, at the folder /x"
+        ):
+            await host.prepare({"cwd": "/x", "spec": "x" * 500_000}, 0.3)  # more than a pipe holds
+        host.signal_command(signal.SIGCONT)
+        return await host.prepare({"cwd": "/x"}, 20.0)
+
+    assert on_host(monkeypatch, program, do)["read"] > 500_000
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_holds_the_output_open_does_not_keep_a_host_from_ending(monkeypatch):
+    program = (
+        f"{HEAD}import subprocess\nos.write(1, {HELLO})\nsys.stdin.readline()\n"
+        "subprocess.Popen(['sleep', '4'], stdin=subprocess.DEVNULL)\nos.write(1, b'last words'); os._exit(3)"
+    )
+    output = []
+
+    async def do(host: RemoteHost) -> int | None:
+        async def show(data: bytes) -> None:
+            output.append(data)
+
+        await host.reach()
+        begun_s = time.monotonic()
+        await host.run({}, show, show)
+        assert time.monotonic() - begun_s < 3.5
+        return host.ended
+
+    assert on_host(monkeypatch, program, do) == 3
+    assert output == [b"last words"]
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -232,19 +266,74 @@ def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(host
         ("import os; os.kill(os.getpid(), 9)", "ssh was killed by signal 9: it printed nothing."),
     ],
 )
-def test_what_ssh_says_in_place_of_a_hello_is_shown_with_its_exit_code(hosts, monkeypatch, program, told):
-    host = remote_host(hosts, monkeypatch, program)
-    assert hosts.wait(lambda: host.done, 20)
+def test_what_ssh_says_in_place_of_a_hello_is_shown_with_its_exit_code(monkeypatch, program, told):
+    with pytest.raises(TroubleError) as caught:
+        on_host(monkeypatch, program, RemoteHost.reach)
     by_hand = f"Try by hand: ssh a {sys.executable} -m photinus --version"
-    assert host.trouble == f"host a: {told} {by_hand}"
+    assert str(caught.value) == f"host a: {told} {by_hand}"
 
 
-def test_an_answer_of_another_program_is_refused(hosts, monkeypatch):
-    program = "import os\nfrom photinus.run.ssh.command import MARK\nos.write(1, MARK + b'hello\\n'); input()"
-    host = remote_host(hosts, monkeypatch, program)
-    assert hosts.wait(lambda: host.done, 20)
-    assert host.trouble is not None
-    assert host.trouble.startswith("host a: the answer is not valid")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (f"{HEAD}os.write(1, MARK + b'hello\\n'); input()", "the answer is not valid (Expecting value"),
+        (f"{HEAD}os.write(1, MARK + b'[]\\n'); input()", "the answer is not valid ("),
+        (f"{HEAD}os.write(1, MARK + b'{{}}\\n'); input()", "the answer is not valid ('hello')."),
+        (f"{HEAD}os.write(1, MARK); sys.exit('bye')", "ssh lost the connection (bye)."),
+        (f"{HEAD}os.write(1, {HELLO}.replace(b'{__version__}', b'0.0'))", "Photinus 0.0 is installed there, and "),
+    ],
+)
+def test_an_answer_of_another_program_is_refused(monkeypatch, program, told):
+    with pytest.raises(TroubleError) as caught:
+        on_host(monkeypatch, program, RemoteHost.reach)
+    assert str(caught.value).startswith(f"host a: {told}")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ({"cwd": "/nowhere"}, "host a: cannot enter the folder /nowhere (No such file or directory)"),
+        ({"spec": '{"program": {}}'}, "host a: the job's specification is of a different version of Photinus"),
+        (
+            {"spec": JobSpec(Program("module", "train_it")).to_json()},
+            "host a: module train_it was not found: there is no train_it in /, in PYTHONPATH or installed in",
+        ),
+    ],
+)
+def test_a_host_says_why_it_cannot_take_part(job, told):
+    order = {"cwd": "/", "environ": {}, "spec": JobSpec(Program("program", "true")).to_json(), "listen": None}
+
+    async def do() -> None:
+        host = RemoteHost(Host("a"), here=True)
+        try:
+            await host.reach()
+            await host.prepare({**order, **job}, 20.0)
+        finally:
+            host.close_lifeline()
+            host.close()
+
+    with pytest.raises(TroubleError, match=re.escape(told)):
+        asyncio.run(do())
+
+
+@pytest.mark.timeout(60)
+def test_a_module_that_only_the_typed_pythonpath_has_is_found_on_a_host(tmp_path):
+    (tmp_path / "train_it.py").write_text("")
+    spec = JobSpec(Program("module", "train_it")).to_json()
+    order = {"cwd": "/", "environ": {"PYTHONPATH": str(tmp_path)}, "spec": spec, "listen": None}
+
+    async def do() -> dict[str, Any]:
+        host = RemoteHost(Host("a"), here=True)
+        try:
+            await host.reach()
+            return await host.prepare(order, 20.0)
+        finally:
+            host.close_lifeline()
+            host.close()
+
+    assert asyncio.run(do()) == {"address": None, "port": None}
 
 
 class Pipe:
@@ -291,7 +380,7 @@ def test_the_first_hosts_bytes_pass_as_they_are():
 
 def test_neither_side_imports_torch():
     code = (
-        "import sys, photinus.run.ssh.remote, photinus.run.ssh.start_hosts\n"
+        "import sys, photinus.run.remote, photinus.run.ssh.start_hosts\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,17 +43,6 @@ class RunFlags:
     def typed(self, *names: str) -> str:
         """Return these flags with their values, as far as they were given, for messages."""
         return " ".join(f"{name} {self.spellings[name][1]}" for name in names if name in self.spellings)
-
-    def words_on_a_host(self, *more: str, without: Collection[str] = ()) -> list[str]:
-        """Return what follows `photinus run` where a host is started: the flags for it, `more`, and the program."""
-        words: list[str] = []
-        for name, (_, text) in self.spellings.items():
-            if name in _ON_EACH_HOST and name not in without:
-                # A value that looks like a flag is one only in the same word.
-                words += [f"{name}={text}"] if text.startswith("-") else filter(None, (name, text))
-        program = self.spec.program
-        kind = {"script": (), "module": ("-m",), "program": ("--no-python",)}[program.kind]
-        return [*words, *more, *kind, program.target, *program.arguments]
 
 
 class _Flag(NamedTuple):
@@ -144,11 +133,6 @@ _FLAGS = {
     ),
 }
 _REPEATED = ("--export",)
-# The command that starts a host over ssh has these; the program stands at its end.
-_ON_EACH_HOST = {
-    *(flag.usage.split()[0] for flag in (*_FLAGS["workers"], *_FLAGS["output"])),
-    *("--rdzv-conf", "--rdzv-id", "--master-port"),
-} - {"--no-python", "-m", "--dry-run"}
 _ONLY_WITH = dict.fromkeys(("--num-nodes", "--ssh", "--ssh-port", "--export"), ("--hostfile",))
 # A flag, and those that cannot stand beside it.
 _EXCLUSIVE = (

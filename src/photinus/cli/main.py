@@ -1,4 +1,4 @@
-"""The `photinus` command: finds the subcommand, shows help, and turns errors into readable lines and exit codes.
+"""The `photinus` command: finds the subcommand and shows help.
 
 Each subcommand is a module with `main(arguments) -> exit code`, imported when it is used. `main` raises
 UsageError for words that cannot be carried out, and another PhotinusError for what failed. Nothing here imports torch.
@@ -6,17 +6,15 @@ UsageError for words that cannot be carried out, and another PhotinusError for w
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
-from ..env import STARTED_AS
-from ..errors import LaunchError, MissingLibraryError, PhotinusError, UsageError, name_limit
+from ..errors import UsageError
+from ..run.exit_code import exit_code_of, run_as_process
 from ..version import __version__
 from ..words import hint
 
@@ -29,10 +27,6 @@ COMMANDS = {
     "report": ("photinus.tools.view.report", "write one HTML page about a run, or several to compare"),
     "export": ("photinus.compat.export", "write a run's weights as a safetensors file"),
 }
-
-_WRONG_USE = 2
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS, errno.ESTALE)
-
 
 _HELP = f"""\
 photinus {__version__}: train one PyTorch model on many devices
@@ -61,20 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Without words it is the command itself: it takes those of the command line, and leaves the process.
     """
     if arguments is not None:
-        return _run(list(arguments))
+        return exit_code_of(partial(_dispatch, list(arguments)), name=arguments[0] if arguments else "")
     _open_closed_streams()
-    # Who started this (a daemon) may ignore SIGCHLD, without which nobody learns how workers ended, or block signals,
-    # and exec hands both on. What is ignored otherwise, as under nohup, stays so.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if sys.stdout.errors == "strict":  # a name that its encoding lacks is no reason to fail, as on stderr
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    code = _run(sys.argv[1:])
-    # All is ended and closed. Unloading torch, or half of it after Ctrl-C, would take the interpreter a second.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader has gone, as after `| head`, or the disk is full
-            stream.flush()
-    os._exit(code)
+    words = sys.argv[1:]
+    return run_as_process(partial(_dispatch, words), name=words[0] if words else "")
 
 
 def _open_closed_streams() -> None:
@@ -95,37 +79,6 @@ def _check_folder() -> None:
         was = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
         advice = f"cd {was}, which exists again" if os.path.isdir(was) else "cd to one that exists"
         raise UsageError(f"the working directory ({was}) was removed. Change to another: {advice}.") from None
-
-
-def _run(words: list[str]) -> int:
-    try:
-        code = _dispatch(words)
-        sys.stdout.flush()  # a full disk is told, not left to whoever uses half of the output
-        return code
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
-    except UsageError as error:
-        return _tell(f"{_host()}{error}", _WRONG_USE)
-    except LaunchError as error:
-        return _tell(f"LaunchError: {error}", error.exit_code)
-    except PhotinusError as error:
-        return _tell(f"{_host()}{type(error).__name__}: {error}", _WRONG_USE)
-    except ModuleNotFoundError as error:  # a library that comes with `pip install`, but not with --no-deps
-        if error.name is None or error.name.startswith("photinus"):
-            raise
-        return _tell(str(MissingLibraryError(f"photinus {words[0]}", error.name)), _WRONG_USE)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader has gone, as after `| head`
-        return 128 + signal.SIGPIPE
-    except OSError as error:  # of a path: another user's, with too long a name, on a file server that was lost
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _tell(f"{error.strerror}: the output was truncated.", 1)
-        if limit := name_limit(error):
-            return _tell(f"{_host()}{error.strerror}.{limit}", _WRONG_USE)
-        if error.filename is None or error.errno not in _OF_A_PATH:
-            raise
-        return _tell(f"{_host()}{error.filename}: {error.strerror}. Use another path or fix permissions.", _WRONG_USE)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -153,15 +106,3 @@ def _refuse(word: str) -> NoReturn:
     else:
         text = f"unknown command {word}." + hint(word, COMMANDS, " See `photinus --help`.")
     raise UsageError(text)
-
-
-def _host() -> str:
-    """Return a prefix with the name of this host, where several hosts share a terminal."""
-    name = STARTED_AS.get()
-    return "" if name is None else f"host {name}: "
-
-
-def _tell(message: str, code: int) -> int:
-    with contextlib.suppress(OSError):  # nobody can read it (`2>&1 | head`), but the exit code
-        print(f"photinus: {message}", file=sys.stderr, flush=True)
-    return code

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import env
-from ..errors import DeviceError, UsageError
+from ..errors import UsageError
 from ..job.spec import JobSpec, Program
 from ..run.local.devices import count_gpus
 from ..run.local.program import add_local_rank, check_program, missing_packages
@@ -28,10 +28,9 @@ _CHOOSES_DEVICES = ("--include", "--exclude", "--num-gpus")
 def main(arguments: Sequence[str]) -> int:
     """Run the job that the words after `photinus run` describe, and return the exit code."""
     flags = parse_run(arguments)
-    program = flags.spec.program
-    check_program(program)
+    check_program(flags.spec.program)
     _check_environment()
-    _record(arguments, program)
+    _record(arguments, flags.spec.program)
     return _start_here(flags) if flags.hostfile is None else _start_hosts(flags, flags.hostfile)
 
 
@@ -42,7 +41,7 @@ def _check_environment() -> None:
             variable.get()
         except ValueError as error:
             raise UsageError(str(error)) from None
-    for name, suggestion in env.misspelt(os.environ).items() if env.STARTED_AS.get() is None else ():
+    for name, suggestion in env.misspelt(os.environ).items():
         print(f"photinus: environment variable {name} is unknown. Did you mean {suggestion}?", file=sys.stderr)
 
 
@@ -50,8 +49,6 @@ def _record(arguments: Sequence[str], program: Program) -> None:
     """Put what was typed into the environment, from where it gets into the run's config.json."""
     if program.target == _FUNCTION:  # of photinus.launch: the call goes with the process that made it
         return
-    if env.STARTED_AS.get() is not None and env.LAUNCH.get() is not None:
-        return  # typed on another host, for all of them
     os.environ.pop(env.LAUNCH.name, None)
     text = shlex.join(mask_words(["photinus", "run", *arguments]))
     if len(text) < _LONGEST_BYTES:  # the names of thousands of files are more than a variable holds
@@ -61,54 +58,41 @@ def _record(arguments: Sequence[str], program: Program) -> None:
 def _start_hosts(flags: RunFlags, hostfile: str) -> int:
     """Start the job on the hosts of the host file, from here."""
     from ..run.ssh.hostfile import read_hostfile
-    from ..run.ssh.start_hosts import Way, start_hosts
-    from .selection import host_words, select
+    from ..run.ssh.start_hosts import SshOptions, start_hosts
+    from ..run.supervise import supervise
+    from .selection import select
 
     shares = select(read_hostfile(hostfile), flags)
-
-    def words_of(number: int, leader: str, port: int) -> list[str]:
-        return host_words(flags, shares[number], host_rank=number, hosts=len(shares), leader=leader, port=port)
-
-    for number in range(len(shares)):
-        words_of(number, "", 0)  # finds fault before anything is started
-    way = Way(flags.ssh, flags.ssh_port, flags.export)
-    return start_hosts(flags.spec, [share.host for share in shares], words_of, way, main)
+    spec = _complete(flags.spec, flags)
+    specs = [share.job(spec) for share in shares]
+    options = SshOptions(flags.ssh, flags.ssh_port, flags.export)
+    return start_hosts(specs, [share.host for share in shares], options, supervise)
 
 
 def _start_here(flags: RunFlags) -> int:
-    """Start this host's part of the job."""
-    try:
-        spec = _resolve(flags)
-        from ..run.supervise import supervise
+    """Start this host's part of the job, with what a scheduler says of the other hosts."""
+    from ..run.supervise import supervise
+    from .detect_scheduler import place_hosts
 
-        return supervise(spec)
-    except DeviceError as error:
-        choice = flags.typed(*_CHOOSES_DEVICES)
-        raise DeviceError(f"{choice} asks for GPUs: {error}" if choice else str(error)) from None
-
-
-def _resolve(flags: RunFlags) -> JobSpec:
-    """Return what to start here, with what the flags choose of this host, and what a scheduler says of the others."""
-    spec, started_as = flags.spec, env.STARTED_AS.get()
+    spec = flags.spec
     if flags.spellings.keys() & {*_CHOOSES_DEVICES}:
         from .selection import for_this_host
 
         spec = for_this_host(flags, count_gpus)
-    if started_as is None:
-        from .detect_scheduler import place_hosts
+    return supervise(_complete(replace(spec, hosts=place_hosts(spec.hosts, os.environ)), flags))
 
-        spec = replace(spec, hosts=place_hosts(spec.hosts, os.environ))
+
+def _complete(spec: JobSpec, flags: RunFlags) -> JobSpec:
+    """Return the job with --local_rank, if the program takes it; print what the user should know of the program."""
     program = spec.program if flags.use_env else add_local_rank(spec.program)
-    # Where several launchers share a terminal, the first host's says it for all.
-    says = started_as is None or not spec.hosts.node_rank
-    if says and program.local_rank_flag is not None:
+    if program.local_rank_flag is not None:
         text = f"{program.target} takes {program.local_rank_flag}: each worker gets it (to omit it: --use-env)"
         print(f"photinus: {text}", file=sys.stderr)
-    if says and (missing := missing_packages(program)):
+    if missing := missing_packages(program):
         print(
             f"photinus: {program.target} lists packages in its header (PEP 723) that {sys.executable} lacks: "
             f"{', '.join(missing)}. `photinus run` installs nothing. With uv, and photinus in that list: `uv sync "
             f"--script {program.target}`, then `$(uv python find --script {program.target}) -m photinus run ...`",
             file=sys.stderr,
         )
-    return replace(spec, program=program, started_as=started_as)
+    return replace(spec, program=program, choice=flags.typed(*_CHOOSES_DEVICES))

@@ -34,6 +34,29 @@ class Share:
     count: int | None = None
     gpus: bool = False
 
+    def job(self, spec: JobSpec) -> JobSpec:
+        """Return the part of the job that runs on this host.
+
+        Raises:
+            UsageError: --nproc-per-node asks for more workers than the host has slots.
+        """
+        request, devices, count = spec.nproc_per_node, self.devices, self.count
+        if isinstance(request, int):
+            if count is not None and request > count:
+                raise UsageError(
+                    f"--nproc-per-node {request} asks for {request} workers on each host, but {self.host.name} has "
+                    f"{count} slot{'s' * (count != 1)} for this job"
+                    + (f" ({self.host.where})." if self.host.where else ".")
+                )
+            devices, count = devices and devices[:request], request
+        elif request != "auto":
+            return spec
+        if self.gpus and devices is None and count is not None:
+            devices = tuple(range(count))
+        if devices is not None and not spec.cpu:
+            return replace(spec, nproc_per_node="auto", devices=devices)
+        return spec if count is None else replace(spec, nproc_per_node=count)
+
 
 def select(hosts: Sequence[Host], flags: RunFlags) -> tuple[Share, ...]:
     """Return what the job gets of each host; hosts of which it gets nothing are left out.
@@ -163,38 +186,3 @@ def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
         is_whole = not slots or selection.get(name) == ()
         selection[name] = () if is_whole else tuple(dict.fromkeys([*selection.get(name, ()), *slots]))
     return selection
-
-
-def host_words(
-    flags: RunFlags, share: Share, *, host_rank: int = 0, hosts: int = 1, leader: str = "", port: int = 0
-) -> list[str]:
-    """Return what follows `photinus run` on this host: flags and program as typed, without all that chose hosts.
-
-    For one host alone, nothing is said of leader and port, where the first host listens.
-
-    Raises:
-        UsageError: --nproc-per-node asks for more workers than the host has slots.
-    """
-    meeting = ["--nnodes", hosts, "--node-rank", host_rank, "--master-addr", leader, "--master-port", port]
-    without = ("--nproc-per-node", "--num-gpus", "--master-port")
-    words = flags.words_on_a_host(*(map(str, meeting) if hosts > 1 else ()), without=without)
-    return [*_workers(flags.spec, share), *words]
-
-
-def _workers(spec: JobSpec, share: Share) -> list[str]:
-    request, devices, count = spec.nproc_per_node, share.devices, share.count
-    if isinstance(request, int):
-        if count is not None and request > count:
-            raise UsageError(
-                f"--nproc-per-node {request} asks for {request} workers on each host, but {share.host.name} has "
-                f"{count} slot{'s' * (count != 1)} for this job"
-                + (f" ({share.host.where})." if share.host.where else ".")
-            )
-        devices, count = devices and devices[:request], request
-    elif request != "auto":
-        return ["--nproc-per-node", request]
-    if devices is not None and not spec.cpu:
-        return ["--device", ",".join(map(str, devices))]
-    if count is None:
-        return []
-    return ["--num-gpus" if share.gpus and not spec.cpu else "--nproc-per-node", str(count)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class JobSpec:
         start_method: "fork" or "spawn"; None: fork, where it is possible and pays.
         preempt_after_s: seconds after which the workers are suspended and started again, as a test.
         dry_run: whether to show what would start, and start nothing.
+        choice: the flags that chose the GPUs, as typed, where that was not --device; for messages.
         started_as: the name of this host where another one started this launcher (over ssh), and shows its output.
     """
 
@@ -85,6 +88,36 @@ class JobSpec:
     role: str = "default"
     start_method: str | None = None
     preempt_after_s: float | None = None
+    choice: str = ""
     started_as: str | None = None
     hosts: HostSpec = field(default_factory=HostSpec)
     logs: LogSpec = field(default_factory=LogSpec)
+
+    def to_json(self) -> str:
+        """Return the spec as JSON, without the fields that have their defaults."""
+        hosts, logs = _changed(self.hosts, HostSpec()), _changed(self.logs, LogSpec())
+        program = {name: value for name, value in asdict(self.program).items() if value not in (None, ())}
+        own = _changed(self, JobSpec(self.program))
+        return json.dumps({"program": program, **own, "hosts": hosts, "logs": logs}, default=sorted)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """Return the spec that `to_json` wrote. ValueError: this version of Photinus cannot read it."""
+        try:
+            own = json.loads(text)
+            program, hosts, logs = (own.pop(name) for name in ("program", "hosts", "logs"))
+            for part, name in ((program, "arguments"), (hosts, "nnodes"), (own, "devices")):
+                if name in part:
+                    part[name] = tuple(part[name])
+            for name in logs.keys() & {"redirects", "tee"}:
+                logs[name] = {int(local_rank): frozenset(streams) for local_rank, streams in logs[name].items()}
+            if "shown_local_ranks" in logs:
+                logs["shown_local_ranks"] = frozenset(logs["shown_local_ranks"])
+            return cls(**{**own, "program": Program(**program), "hosts": HostSpec(**hosts), "logs": LogSpec(**logs)})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"the job's specification is of a different version of Photinus: {error}") from None
+
+
+def _changed(part: Any, plain: Any) -> dict[str, Any]:
+    values = {each.name: getattr(part, each.name) for each in fields(part)}
+    return {name: value for name, value in values.items() if value != getattr(plain, name)}

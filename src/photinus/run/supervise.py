@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import env
-from ..errors import LaunchError
+from ..errors import DeviceError, LaunchError
 from ..job.attempt import Formation, JobEndedError
 from ..job.ports import listen
 from ..job.spec import JobSpec
@@ -56,8 +56,13 @@ _SIGNAL_TO_ALL_S = 0.3
 _LONGEST_FOLDER_BYTES = 107 - len("/listener-12345678")
 
 
-def supervise(spec: JobSpec) -> int:
+def supervise(spec: JobSpec, *, secret: str | None = None, listener: socket.socket | None = None) -> int:
     """Runs the job that the spec describes, through all its attempts, and returns the exit code.
+
+    Args:
+        spec: the job.
+        secret: of the launchers of this job, where another host started this one.
+        listener: a socket that was bound for the host that leads, which is this one then.
 
     Raises:
         DeviceError: fewer GPUs than asked for.
@@ -70,7 +75,7 @@ def supervise(spec: JobSpec) -> int:
             f"command for your device), or start photinus with a Python that has it."
         )
     check_torch()
-    environ = dict(os.environ)
+    environ = dict(os.environ) | ({env.JOB_SECRET.name: secret} if secret is not None else {})
     job_id = spec.hosts.job_id or uuid.uuid4().hex
     sys.stdout.flush()
     sys.stderr.flush()
@@ -93,7 +98,7 @@ def supervise(spec: JobSpec) -> int:
         try:
             with interrupts.raise_at_once():
                 # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-                member = _join(stack, spec, job_id, environ, output, store)
+                member = _join(stack, spec, job_id, environ, output, store, listener)
                 workers, gpus = _choose_workers(spec, environ)
         except Interrupted:
             return _report_interrupt(spec, interrupts, output, 0)
@@ -144,6 +149,13 @@ def _choose_workers(spec: JobSpec, environ: MutableMapping[str, str]) -> tuple[W
         UsageError: more workers than can be meant.
         DeviceError: fewer GPUs than asked for.
     """
+    try:
+        return _count_workers(spec, environ)
+    except DeviceError as error:
+        raise DeviceError(f"{spec.choice} asks for GPUs: {error}" if spec.choice else str(error)) from None
+
+
+def _count_workers(spec: JobSpec, environ: MutableMapping[str, str]) -> tuple[WorkerCount, tuple[str, ...]]:
     is_xpu = spec.nproc_per_node == "xpu"
     gpus = functools.cache(functools.partial(count_gpus, "xpu" if is_xpu else "cuda"))
     request = "gpu" if is_xpu else spec.nproc_per_node
@@ -172,7 +184,13 @@ def _has_torch() -> bool:
 
 
 def _join(
-    stack: ExitStack, spec: JobSpec, job_id: str, environ: Mapping[str, str], output: Output, store: StoreProcess
+    stack: ExitStack,
+    spec: JobSpec,
+    job_id: str,
+    environ: Mapping[str, str],
+    output: Output,
+    store: StoreProcess,
+    listener: socket.socket | None,
 ) -> Member | None:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
     hosts = spec.hosts
@@ -192,6 +210,7 @@ def _join(
             environ=environ,
             say=output.say,
             store=store,
+            listener=listener,
             is_shown_elsewhere=spec.started_as is not None,
         )
     )

@@ -75,8 +75,7 @@ class Job:
         interface = "lo" if hosts == 1 else formation.interface
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS):
-            environ.pop(variable.name, None)
+        environ.pop(env.JOB_SECRET.name, None)
         if self.spec.cpu:
             environ["CUDA_VISIBLE_DEVICES"] = ""
             # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.

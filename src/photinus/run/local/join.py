@@ -36,9 +36,12 @@ def join_job(
     environ: Mapping[str, str],
     say: Callable[[str, bool], None],
     store: StoreProcess,
+    listener: socket.socket | None = None,
     is_shown_elsewhere: bool = False,
 ) -> Iterator[Member]:
     """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
+
+    `listener`: a socket that was bound for the leader, which is this host then.
 
     Raises:
         UsageError: nobody said who leads.
@@ -63,10 +66,10 @@ def join_job(
 
         def lead() -> tuple[bool, str, int]:
             """Leads, if this is the host to do so; where the leader is in any case."""
-            listener, address = _listener(hosts, name, port, environ, say)
-            if listener is None:
+            own, address = (listener, name) if listener is not None else _listener(hosts, name, port, say)
+            if own is None:
                 return False, address, port
-            address, bound = listener.getsockname()[:2]
+            address, bound = own.getsockname()[:2]
             secret = env.JOB_SECRET.get(environ)
             if secret is None and not is_loopback(address):
                 say(
@@ -79,7 +82,7 @@ def join_job(
             times_s = hosts.join_timeout_s, hosts.last_call_s, hosts.heartbeat_timeout_s, stop_grace_s
             rules = Membership(*nnodes, *times_s)
             leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
-            leading.enter_context(serve_in_thread(leader, listener))
+            leading.enter_context(serve_in_thread(leader, own))
             return True, address, bound
 
         leading = stack.enter_context(contextlib.ExitStack())  # ends after the member, which says good-bye first
@@ -106,12 +109,9 @@ def join_job(
 
 
 def _listener(
-    hosts: HostSpec, leader: str, port: int, environ: Mapping[str, str], say: Callable[[str, bool], None]
+    hosts: HostSpec, leader: str, port: int, say: Callable[[str, bool], None]
 ) -> tuple[socket.socket | None, str]:
     """The leader's socket, None when another host (or another launcher of this one) leads; and the leader's address."""
-    number = env.LISTEN_FD.get(environ)
-    if number is not None:
-        return socket.socket(fileno=number), leader
     must = bool(hosts.leads) or hosts.node_rank == 0
     if hosts.leads is False or (hosts.node_rank is not None and hosts.node_rank > 0):
         return None, leader

@@ -16,13 +16,14 @@ from ... import env
 from ...env import VARIABLE_NAME
 from ...errors import UsageError
 from ...job.ports import local_addresses_of
+from ..local.worker import python_command
 from .hostfile import Host
 
 CONNECT_S = 8
 MARK = b"\x00photinus here\x00"
 """What comes from a host before all else, behind what a shell's start-up files may have printed."""
 _RESOLVE_S = 5.0
-_REMOTE = "photinus.run.ssh.remote"
+_REMOTE = "photinus.run.remote"
 # After the user's own words: of an option that is given twice, ssh takes the first.
 _OPTIONS = (
     "-T",  # no terminal: bytes pass as they are
@@ -46,10 +47,10 @@ def safe_path() -> list[str]:
 def remote_command(host: Host, *, here: bool, ssh: str = "ssh", silence_s: float = 30.0) -> list[str]:
     """The command that starts `remote` on a host, with the Python that runs here (same path on all hosts)."""
     if here:
-        return [sys.executable, *safe_path(), "-m", _REMOTE]
+        return [*python_command(), *safe_path(), "-m", _REMOTE]
     alive = ["-o", f"ServerAliveInterval={max(1, math.ceil(silence_s / 3))}"]
     # A file in the home folder must not be taken for a module: Python looks in the working directory first.
-    there = f"cd /; exec {shlex.quote(sys.executable)} -m {_REMOTE}"
+    there = f"cd /; exec {shlex.join([*python_command(), '-m', _REMOTE])}"
     return [*shlex.split(ssh), *_OPTIONS, *alive, host.destination, there]
 
 
@@ -97,7 +98,7 @@ _FAMILIES = (
 )
 _SINGLE = ("LD_LIBRARY_PATH", "LOGLEVEL", "NO_COLOR", "TERM", "COLORTERM")
 # Of one host, or of a job inside of which this may run; and all of TORCHELASTIC_.
-_OF_A_JOB = (env.STARTED_AS, env.HOST_ID, env.JOB_SECRET, env.LISTEN_FD, env.EXPECTED_WORLD_SIZE)
+_OF_A_JOB = (env.HOST_ID, env.JOB_SECRET, env.EXPECTED_WORLD_SIZE)
 _NEVER = ("CUDA_VISIBLE_DEVICES", *(each.name for each in _OF_A_JOB))
 _FILE = ".deepspeed_env"
 

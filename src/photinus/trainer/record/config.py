@@ -31,7 +31,7 @@ _PREFIXES = (
     *("CUBLAS_", "CUDA_", "GLOO_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PHOTINUS_", "PYTHONHASHSEED"),
     *("PYTHONPATH", "PYTORCH_", "ROCR_", "TORCH_"),
 )
-_OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.WORKER_FILES)
+_OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.HOST_ID, env.WORKER_FILES)
 
 
 def describe_start(
