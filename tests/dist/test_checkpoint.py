@@ -153,7 +153,7 @@ def chooses(rank: int, world_size: int, folder: str) -> list[str]:
         for number in (1, 2):
             shared.save(number, {"model": torch.tensor([number])}, description={})
         data = bytearray((shared.folder / "step-00000002" / "model.pt").read_bytes())
-        data[500] ^= 2
+        data[data.index(b"torch._utils")] ^= 2
         (shared.folder / "step-00000002" / "model.pt").write_bytes(data)
     dist.barrier()
     told.append(shown(shared.newest))  # rank 0 passes over the damaged one, and so all do
@@ -323,7 +323,7 @@ def test_small_state_errors_and_the_choice_of_a_checkpoint_travel_between_ranks(
         told = result[4]
         assert told[0] == "none"
         assert told[1] == "step 1 weight [1]"
-        assert "damaged: digest expected" in told[2]
+        assert "damaged: checksum of its " in told[2]
         assert ("failed on rank 0" in told[2]) == (rank > 0)
         assert told[3] == "step 3 weight [0]"
         assert told[4] == "step 3 weight [0]"  # ranks that find another one get that of rank 0

@@ -130,7 +130,7 @@ def test_ranks_of_two_hosts_write_what_gathering_would(tmp_path: Path, strategy:
         path = tmp_path / f"{name}.pt"
         assert _same(photinus.load(path), whole)
         with zipfile.ZipFile(path) as archive:
-            assert (archive.testzip(), len(archive.comment)) == (None, 40)
+            assert archive.testzip() is None
     assert not [*tmp_path.glob(".tmp*")]
 
 

@@ -325,32 +325,6 @@ def test_a_file_of_the_old_template_loads_with_its_prefix(tmp_path: Path) -> Non
     assert equal(load(tmp_path / "legacy.pt"), {"a": torch.ones(3)})
 
 
-@pytest.mark.seconds
-def test_every_flipped_bit_and_every_truncation_of_the_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    save(path, weight=torch.arange(40.0), epoch=3)
-    good = path.read_bytes()
-    draw = random.Random(1)
-    # Each bit of the last 200 bytes, where the archive's directory and the digest itself are, and a sample of the rest.
-    bits = [*range(8 * (len(good) - 200), 8 * len(good)), *draw.sample(range(8 * (len(good) - 200)), 400)]
-    for bit in bits:
-        data = bytearray(good)
-        data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=r"damaged|cannot be loaded"):
-            load(path)
-    lengths = [0, 1, 4, *range(len(good) - 80, len(good)), *draw.sample(range(len(good)), 100)]
-    for length in lengths:
-        path.write_bytes(good[:length])
-        with pytest.raises(CheckpointError, match=r"damaged|cannot be loaded"):
-            load(path)
-    path.write_bytes(good + b"\0")
-    with pytest.raises(CheckpointError, match="damaged"):
-        load(path)
-    path.write_bytes(good)
-    assert load(path)["epoch"] == 3
-
-
 def test_a_damaged_file_of_torchs_own_is_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"weight": torch.arange(4000.0)}, path)
@@ -383,7 +357,6 @@ def test_the_file_is_an_ordinary_archive_that_plain_torch_maps(tmp_path: Path) -
     assert torch.equal(torch.load(path, weights_only=True, mmap=True)["weight"], torch.arange(10.0))
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-        assert archive.comment.startswith(b"photinus crc32 of 16 MiB blocks ")
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

@@ -234,8 +234,6 @@ class Saves:
                 raise CheckpointError(f"{path} is not a checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             before, given = content["run"], {**content["run"]["given"], **content["run"].get("now", {})}
-            if checkpoint.format < 2:
-                position.count_steps_of(before.get("accumulate", 1))
             samples_done = position.batches_done * before["batch_size"]
             changed = self._spec.changes_since(before, samples_done, batches_per_epoch)
             position.batches_done = samples_done // self._spec.batch_size

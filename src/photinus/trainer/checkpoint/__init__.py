@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, verified before use, without pickle.
 
+checksums  the checksums of files that torch.save makes
 copies     copies of a state in the memory of the ranks, each byte once per host, for a process to write
-durable    files that are, after a kill, a full disk or a power cut, the old ones or the new; and their digests
+durable    files that are, after a kill, a full disk or a power cut, the old ones or the new
 folder     a folder of checkpoints: written whole or not at all, verified before they are used, kept as long as needed
 image      the state of a loop as bytes in memory files, cut over the ranks of a host, sealed with a digest
 image_reader  reads images: their heads, and what they hold

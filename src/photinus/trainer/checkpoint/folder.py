@@ -40,14 +40,13 @@ from .durable import (
     DurableFile,
     discard,
     explain_no_space,
-    file_digest,
     lock_folder,
     remove_debris,
     replacing,
     require_space,
     sync_folder,
 )
-from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
+from .manifest import ENTRY, NAME, Manifest, check_files, file_name, read_manifest, record_of, write_manifest
 from .states import PlainState, require_whole, state_of
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ class Checkpoint:
             raise CheckpointError(f"{path} holds step {self._manifest.step}: it was renamed, or mixed from two")
         self.step, self.serial, self.metric = self._manifest.step, self._manifest.serial, self._manifest.metric
         self.description: dict[str, Any] = self._manifest.description
-        self.format = self._manifest.format
         # Before anybody relies on it: torch.load takes flipped bits for weights, without a word.
         self._verified: list[tuple[int, ...]] = []
         self.verify()
@@ -95,7 +93,7 @@ class Checkpoint:
         return list(self._manifest.files)
 
     def verify(self) -> None:
-        """Reads all files and compares sizes and digests. Raises CheckpointError at the first difference."""
+        """Reads all files and compares sizes and checksums. Raises CheckpointError at the first difference."""
         before = self._fingerprints()
         check_files(self._place, self._manifest)
         self._verified = before
@@ -265,14 +263,14 @@ class CheckpointFolder:
         path = self._free_path(step)
         with replacing(path, token) as unfinished:
             unfinished.mkdir()
-            files = {}
+            names = [file_name(entry) for entry in plain]
             if parts is not None:
                 parts.write(unfinished)
-                files = {name[:-3]: FileRecord(*file_digest(unfinished / name)) for name in parts.names}
+                names = [*parts.names, *names]
             for entry, part in plain.items():
                 with DurableFile(unfinished / file_name(entry)) as file:
                     torch.save(part.value, file)  # type: ignore[arg-type]
-                files[entry] = FileRecord(file.digest.bytes, file.digest.hexdigest())
+            files = {name[:-3]: record_of(unfinished / name) for name in names}
             serial = 1 + max((manifest.serial for _, manifest in self._readable()), default=0)
             # Last: a folder without a manifest is no checkpoint, so nothing half-written is taken for one.
             write_manifest(unfinished, Manifest(step, serial, files, description, metric))

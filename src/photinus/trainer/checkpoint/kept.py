@@ -23,7 +23,6 @@ class Kept:
         step: of the training.
         steps_lost: number of finished steps after it.
         path: what stands for it where a checkpoint has a path.
-        format: of the content; see `manifest`.
         saved_step, is_unsaved: the step of the last checkpoint that was begun before, and whether the disk lacks it.
         side: which of this rank's two files it is in.
     """
@@ -33,7 +32,6 @@ class Kept:
     side: int
     content: Mapping[str, Any]
     path: Path = Path("memory")
-    format: int = 2
     is_unsaved: bool = False
 
     @property

@@ -2,7 +2,7 @@
 
     step-00000123/
       model.pt  optimizer.pt  ...     one torch file per entry of the state
-      manifest.json                   written last: format, versions, step, files with bytes and digest, description
+      manifest.json                   written last: format, versions, step, files with sizes and digests, description
 
 The last line of the manifest is the CRC-32 of everything before it, so that no bit of it can change unnoticed either.
 """
@@ -23,17 +23,19 @@ from ...errors import CheckpointError, PhotinusError
 from ...parallel.exchange.agreement import JSON
 from ...runlog.files import plain_file
 from ...version import __version__
-from .durable import DurableFile, file_digest
+from .checksums import directory_checksum, verify_archive
+from .durable import DurableFile
 
 NAME = "manifest.json"
 ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 """Names that an entry may have: none of them leads out of the folder."""
-_FORMAT = 2  # 1: a Loop's step is a batch, also where the Trainer accumulated gradients
+_FORMAT = 3
+_READABLE = (2, 3)  # 2: digests of other bytes, which are not compared
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: its size, and its digest (see durable.py)."""
+    """One file of a checkpoint: its size, and as its digest the checksum of its directory (see checksums.py)."""
 
     bytes: int
     digest: str
@@ -61,6 +63,11 @@ class Manifest:
     photinus: str = __version__
     torch: str = str(torch.__version__)
     format: int = _FORMAT
+
+
+def record_of(path: Path) -> FileRecord:
+    """Return what a manifest keeps of a file that was just written."""
+    return FileRecord(path.stat().st_size, directory_checksum(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -97,20 +104,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, *, digests: bool = True) -> None:
-    """Raises CheckpointError unless every file is there with its size and (unless `digests=False`) its digest."""
+    """Raises CheckpointError unless every file is there with its size and (unless `digests=False`) its content."""
     for entry, wanted in manifest.files.items():
         path = folder / file_name(entry)
         try:
             size = path.stat().st_size
             if size != wanted.bytes:
                 raise CheckpointError(f"{path} is damaged: it has {size} bytes instead of {wanted.bytes}")
-            digest = file_digest(path)[1] if digests else wanted.digest
+            if digests:
+                verify_archive(path, wanted.digest if manifest.format == _FORMAT else "")
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing, though the manifest of the checkpoint lists it") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if digest != wanted.digest:
-            raise CheckpointError(f"{path} is damaged: digest expected {wanted.digest}, actual {digest}")
 
 
 def file_name(entry: str) -> str:
@@ -119,9 +125,10 @@ def file_name(entry: str) -> str:
 
 
 def _parse(data: Mapping[str, Any]) -> Manifest:
-    if data["format"] not in (1, _FORMAT):
+    if data["format"] not in _READABLE:
         raise ValueError(
-            f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads 1 and {_FORMAT}"
+            f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads "
+            f"{' and '.join(map(str, _READABLE))}"
         )
     wrong = [entry for entry in data["files"] if not ENTRY.fullmatch(entry)]
     if wrong:

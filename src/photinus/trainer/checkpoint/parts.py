@@ -3,7 +3,7 @@ the parts that its ranks hold. Nobody needs memory for the whole.
 
     lay out   the first host writes the files with holes in the places of tensors (torch.serialization.skip_data)
     fill      each host writes the bytes of its parts to where torch has left room for them
-    finish    the first host, when all have: checksums, which torch cannot know before, and the digest
+    finish    the first host, when all have: checksums, which torch cannot know before
 
 Where several hosts take part, they see one folder, and tell each other in it how far they are: `laid-out`, then
 `host-1` and so on, with a text if something went wrong there. A host that says nothing for long is given up.
@@ -13,12 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError
 from ...parallel.exchange.tensors import tensors_in
-from .durable import MOST_THREADS, failure_of_first, sync_folder
+from .checksums import write_checksums
+from .durable import failure_of_first, sync_folder
 from .image import PLAIN_ITEMS
 from .image_reader import File, Reader
 from .manifest import file_name
@@ -37,9 +34,6 @@ _SILENT_S = 120.0
 _SILENT_AFTER_END_S = 20.0
 _LOOK_EVERY_S = 0.02
 _LAID_OUT = "laid-out"
-_DESCRIPTOR = b"PK\x07\x08"  # zip's, behind the bytes of a file: CRC-32 and sizes
-_CENTRAL = b"PK\x01\x02"
-_CENTRAL_BYTES = 46  # without name, extra field and comment, whose lengths are at 28
 
 
 class Parts:
@@ -101,7 +95,7 @@ class Parts:
         for name in [_LAID_OUT, *(f"{kind}-{host}" for host in others for kind in ("host", "at"))]:
             (folder / name).unlink(missing_ok=True)
         for name in self._content:
-            _finish(folder / name)
+            write_checksums(folder / name)
 
     def join_in(self, folder: Path, token: str) -> None:
         """On another host: fills its parts into the files that the first host lays out.
@@ -218,41 +212,6 @@ def _write(descriptor: int, data: memoryview, offset: int) -> int:
     while count < len(data):
         count += os.pwrite(descriptor, data[count:], offset + count)
     return count
-
-
-def _finish(path: Path) -> None:
-    """Brings the archive's checksums up to date, and the file to disk."""
-    with open(path, "r+b") as file:
-        with zipfile.ZipFile(file) as archive:
-            records, at = archive.infolist(), archive.start_dir
-            starts = [_data_start(file.fileno(), record) for record in records]
-        with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
-            ends = [start + record.file_size for start, record in zip(starts, records, strict=True)]
-            sums = [*pool.map(lambda start, end: _crc32(file.fileno(), start, end), starts, ends)]
-        for record, end, crc in zip(records, ends, sums, strict=True):
-            head = os.pread(file.fileno(), _CENTRAL_BYTES, at)
-            assert head[:4] == _CENTRAL, "the archive's directory lists them in this order"
-            os.pwrite(file.fileno(), struct.pack("<I", crc), at + 16)
-            at += _CENTRAL_BYTES + sum(struct.unpack_from("<3H", head, 28))
-            if record.flag_bits & 8 and os.pread(file.fileno(), 4, end) == _DESCRIPTOR:
-                os.pwrite(file.fileno(), struct.pack("<I", crc), end + 4)
-        os.fsync(file.fileno())
-
-
-def _data_start(descriptor: int, record: zipfile.ZipInfo) -> int:
-    name, extra = struct.unpack("<2H", os.pread(descriptor, 4, record.header_offset + 26))
-    return record.header_offset + 30 + int(name) + int(extra)
-
-
-def _crc32(descriptor: int, start: int, end: int) -> int:
-    crc = 0
-    while start < end:
-        data = os.pread(descriptor, min(1 << 20, end - start), start)
-        if not data:
-            break
-        crc = zlib.crc32(data, crc)
-        start += len(data)
-    return crc
 
 
 def _tell(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import JSON
-from ...runlog.tables import Row, StepLoss, steps_of
+from ...runlog.tables import Row, StepLoss
 from ...runlog.units import plural
 from ..data.arguments import whole_number
 
@@ -65,11 +65,6 @@ class Position:
                 f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
             )
         return cls(**{name: saved[name] for name in _saved_names()})
-
-    def count_steps_of(self, batches: int) -> None:
-        """Counts steps of N batches in place of batches, which an earlier version counted."""
-        self.step = steps_of(self.step, batches)
-        self.history = [{**row, "step": steps_of(int(row["step"]), batches)} for row in self.history]
 
     def begin(self, clock_s: float) -> None:
         """Bodies begin, or go on after a body was left early, whose row goes on."""

@@ -1,9 +1,7 @@
 """`photinus.save` and `photinus.load`: states in one file, which plain torch.load reads, too.
 
-The file is what torch.save makes, a zip archive, plus a digest of it all in the archive's comment, a place that torch
-does not look at. So a cut-off or flipped file is told from a good one before anything is read from it; torch itself
-checks nothing when it loads. Files that torch.save made without us are taken as well, with weights_only=True and
-the archive's own checksums.
+The file is what torch.save makes. Before anything is read from it, its own checksums are compared, which torch does not
+do. Files that torch.save made without us are taken as well, with weights_only=True.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from ...parallel.exchange.agreement import check_alike, from_rank_0, gather_per_
 from ...parallel.zero.split_states import copy_state
 from ..data.loader import Loader, note_loaded
 from . import copies
+from .checksums import checksum, verify_archive
 from .copies import Copied
 from .durable import (
     DurableFile,
     explain_no_space,
-    file_digest,
     remove_dead_files,
     replacing,
     require_space,
@@ -47,10 +45,6 @@ if TYPE_CHECKING:
     from .parts import Parts  # imports much of torch
 
 IN_PARTS = "state"
-_COMMENT = b"photinus crc32 of 16 MiB blocks "  # 8 digits follow
-_COMMENT_BYTES = len(_COMMENT) + 8
-_END_BYTES = 22  # zip's end-of-central-directory record; its last two bytes are the length of the comment
-_END_MAGIC = b"PK\x05\x06"
 
 
 def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> None:
@@ -210,13 +204,11 @@ def write_state_file(path: Path, states: Mapping[str, Any], parts: Parts | None 
             require_space(path.parent, needed_bytes)
             with replacing(path) as unfinished:
                 if parts is None:
-                    with _CommentedFile(unfinished) as file:
+                    with DurableFile(unfinished) as file:
                         torch.save(plain.value, file)  # type: ignore[arg-type]
-                        file.finish()
                 else:
                     with temporary_folder(path, token) as folder:
                         parts.write(folder)
-                        _add_comment(folder / IN_PARTS)
                         os.replace(folder / IN_PARTS, unfinished)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
@@ -244,73 +236,14 @@ def read_state_file(path: Path, *, mapped: bool, verified: bool) -> dict[str, An
 
 
 def _verify(path: Path) -> str:
-    """The digest of a file that is good. Raises CheckpointError."""
+    """The checksum of a file that is good. Raises CheckpointError."""
     try:
         if not path.is_file() and path.exists():
             raise CheckpointError(f"{path} is not a file that photinus.save made, but a FIFO or a device")
-        size = path.stat().st_size
         with path.open("rb") as file:
             is_archive = file.read(2) == b"PK"
-            file.seek(max(0, size - _COMMENT_BYTES - _END_BYTES))
-            tail = file.read()
-        comment, plain_end = tail[-_COMMENT_BYTES:], tail[-_END_BYTES:]
-        if comment.startswith(_COMMENT) and tail[:4] == _END_MAGIC:
-            _, digest = file_digest(path, size - _COMMENT_BYTES)
-            wanted = comment[len(_COMMENT) :].decode(errors="replace")
-            if digest != wanted:
-                raise CheckpointError(f"{path} is damaged: digest expected {wanted}, actual {digest}")
-            return digest
-        if is_archive:  # torch.save made it without us: it has the archive's own checksums
-            if plain_end[:4] != _END_MAGIC or plain_end[-2:] != b"\0\0":
-                what = f"its end ({size} bytes in all) is that of neither our files nor torch's"
-                raise CheckpointError(f"{path} is damaged: {what}")
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise CheckpointError(f"{path} is damaged: checksum of its record {damaged!r} does not fit")
-        return file_digest(path)[1]
+        return verify_archive(path) if is_archive else checksum(path)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
-    except (OSError, zipfile.BadZipFile) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _add_comment(path: Path) -> None:
-    """Appends the digest to an archive that is complete."""
-    with open(path, "r+b") as file:
-        file.seek(-_END_BYTES, os.SEEK_END)
-        end = file.read()
-        assert (end[:4], end[-2:]) == (_END_MAGIC, b"\0\0"), "torch.save no longer ends its files as it did"
-        file.seek(-2, os.SEEK_END)
-        file.write(_COMMENT_BYTES.to_bytes(2, "little"))
-        file.flush()
-        file.write(_COMMENT + file_digest(path)[1].encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-class _CommentedFile(DurableFile):
-    """A zip archive on its way to disk, with the digest of itself appended as its comment."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._held_back = b""
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        length = len(view)
-        if length < _END_BYTES:
-            view = memoryview(self._held_back + view)
-        else:
-            super().write(self._held_back)
-        super().write(view[:-_END_BYTES])
-        self._held_back = bytes(view[-_END_BYTES:])
-        return length
-
-    def finish(self) -> None:
-        """Writes the archive's end record, changed to announce the comment, and the comment."""
-        end = self._held_back
-        assert end[:4] == _END_MAGIC, "torch.save no longer ends its files with a plain zip end record"
-        assert end[-2:] == b"\0\0", "torch.save now writes a comment of its own"
-        super().write(end[:-2] + _COMMENT_BYTES.to_bytes(2, "little"))
-        super().write(_COMMENT + self.digest.hexdigest().encode())
