@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from photinus.trainer.data import loader as loader_file
+from photinus.trainer.data import stream as stream_file
 
 LENGTHS = (13, 9, 17, 11)  # samples of four files
 
@@ -95,7 +96,7 @@ class Threads:
                 results[rank] = error
                 barrier.abort()
 
-        self._patch.setattr(loader_file, "sum_over_ranks", sums)
+        self._patch.setattr(stream_file, "sum_over_ranks", sums)
         self._patch.setattr(loader_file, "place_in_group", lambda: places[threading.current_thread()])
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(world_size)]
         places = {thread: (rank, world_size) for rank, thread in enumerate(threads)}

@@ -511,6 +511,8 @@ def test_what_is_no_dataset_is_refused_with_advice(dataset: Any, error: type[Exc
     ("options", "error", "said"),
     [
         ({"place": 0}, TypeError, r"place=0: needs \(rank, world_size\)"),
+        ({"place": (2, 2)}, ValueError, "rank=2 does not exist in a world of 2: ranks go from 0 to 1"),
+        ({"place": (0, 0)}, ValueError, "world_size=0"),
         ({"batch_size": 1, "place": (0, 2)}, ValueError, "fewer samples than world_size=2 ranks"),
         ({"batch_size": 24}, ValueError, "more than the 23 samples"),
         ({"train": False, "shuffle": True}, ValueError, "shuffle=True with train=False"),
@@ -518,6 +520,14 @@ def test_what_is_no_dataset_is_refused_with_advice(dataset: Any, error: type[Exc
         ({"num_workers": 1.0}, TypeError, "num_workers"),
         ({"collate_fn": 3}, TypeError, "collate_fn"),
         ({"seed": -3}, ValueError, "seed=-3"),
+        ({"seed": 1.5}, TypeError, "seed"),
+        ({"seed": 2**63}, ValueError, "below 2"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"batch_size": True}, TypeError, "batch_size needs a whole number, not True"),
+        ({"batch_size": 8.0}, TypeError, "batch_size needs a whole number, not 8.0"),
+        ({"batch_size": "8"}, TypeError, "not '8'"),
+        ({"shuffle": 1}, TypeError, "shuffle needs True or False, not 1"),
+        ({"drop_last": 1}, TypeError, "drop_last needs True or False, not 1"),
     ],
 )
 def test_wrong_options_are_refused_when_the_loader_is_made(
@@ -527,6 +537,12 @@ def test_wrong_options_are_refused_when_the_loader_is_made(
         loader(TENSORS, **{"batch_size": 4, **options})
     with pytest.raises(ValueError, match="start=6 is beyond the end of the epoch, which has 5 batches"):
         loader(TENSORS, batch_size=4).epoch(0, 6)
+
+
+def test_numpy_integers_are_whole_numbers() -> None:
+    options: dict[str, Any] = {"batch_size": np.int32(4), "seed": np.int64(2), "place": (np.int64(0), np.int64(1))}
+    found, wanted = loader(range(10), **options), loader(range(10), batch_size=4, seed=2)
+    assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
 
 
 def test_any_sequence_and_concatenation_is_a_dataset() -> None:

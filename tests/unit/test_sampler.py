@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,41 +125,18 @@ def test_an_uneven_last_batch_is_weighted() -> None:
     assert shares[1].batch(0, 1) == LocalBatch([10], weight=2 / 3, global_samples=3)
 
 
-def test_numpy_integers_are_whole_numbers() -> None:
-    batches = GlobalBatches(np.int64(10), np.int32(4), seed=np.int64(2))  # type: ignore[arg-type]
-    assert batches.batch(np.int64(1), np.int64(0)) == GlobalBatches(10, 4, seed=2).batch(1, 0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "said"),
     [
-        ({"batch_size": 2, "world_size": 3}, ValueError, "batch_size=2 is fewer .*world_size=3 ranks.*at most 2 ranks"),
-        ({"batch_size": 128, "samples": 100, "world_size": 8}, ValueError, "more than the 100 samples.*at most 100"),
-        ({"samples": 0}, ValueError, "empty"),
-        ({"samples": -1}, ValueError, "samples=-1"),
-        ({"batch_size": 0}, ValueError, "batch_size=0"),
-        ({"batch_size": True}, TypeError, "batch_size needs a whole number, not True"),
-        ({"batch_size": 8.0}, TypeError, "batch_size needs a whole number, not 8.0"),
-        ({"batch_size": "8"}, TypeError, "not '8'"),
-        ({"seed": 1.5}, TypeError, "seed"),
-        ({"seed": -1}, ValueError, "seed=-1"),
-        ({"seed": 2**63}, ValueError, "below 2"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank=2 does not exist in a world of 2: ranks go from 0 to 1"),
-        ({"world_size": 0}, ValueError, "world_size=0"),
-        ({"shuffle": 1}, TypeError, "shuffle needs True or False"),
-        ({"drop_last": None}, TypeError, "drop_last needs True or False"),
-        (
-            {"samples": 97, "batch_size": 16, "world_size": 4, "drop_last": False},
-            ValueError,
-            "1 samples.*drop_last=True",
-        ),
+        ({"batch_size": 2, "world_size": 3}, "batch_size=2 is fewer .*world_size=3 ranks.*at most 2 ranks"),
+        ({"batch_size": 128, "samples": 100, "world_size": 8}, "more than the 100 samples.*at most 100"),
+        ({"samples": 0}, "empty"),
+        ({"samples": 97, "batch_size": 16, "world_size": 4, "drop_last": False}, "1 samples.*drop_last=True"),
     ],
 )
-def test_wrong_arguments_are_told_with_what_would_fit(
-    arguments: dict[str, object], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        GlobalBatches(**{"samples": 100, "batch_size": 4, **arguments})  # type: ignore[arg-type]
+def test_numbers_that_do_not_fit_are_refused_with_what_would_fit(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GlobalBatches(**{"samples": 100, "batch_size": 4, **arguments})
 
 
 @settings(max_examples=200, deadline=None)

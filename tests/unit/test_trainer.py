@@ -337,7 +337,7 @@ def test_wrong_options_are_refused_before_any_work(options: dict[str, Any], mess
     [
         ({"max_epochs": 3, "logger": "wandb", "num_workers": 2}, [
             "Trainer has no option 'max_epochs'. Did you mean 'epochs'?", "Trainer has no option 'logger'.",
-            "Trainer has no option 'num_workers'. Instead, give it to photinus.loader(...) or torch's DataLoader,",
+            "Trainer has no option 'num_workers'.",
         ]),
         ({"strategy": "zero4", "save": 3, "precision": "fp16", "metrics": [right], "epochs": None}, [
             "unknown strategy 'zero4'", "save=3", "precision='fp16'", "metrics is a list", "epochs=None and steps=None",

@@ -215,7 +215,7 @@ class Loop:
         self.resumed_from: Path | None = None
         self.checkpoint: Path | None = None
         self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
-        is_stream, self._loader.look_ahead = self._loader.shards > 0, self._accumulate
+        is_stream = self._loader.shards > 0
         self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader)
         self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
         # Ranks that do not see rank 0's disk have a copy for the time of the block, so they load inside it.
@@ -523,7 +523,8 @@ class Loop:
         try:
             while not self.finished:
                 self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
-                batches = self._loader.epoch(position.epochs_done, position.batches_done)
+                place = position.epochs_done, position.batches_done
+                batches = self._loader.epoch(*place, look_ahead=self._accumulate)
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
                     if self._loader.shards:  # as many are read ahead as can be in a step

@@ -30,46 +30,18 @@ from ...words import hint
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TO_A_LOADER = "give it to photinus.loader(...) or torch's DataLoader, and that instead of the data set"
-_TO_TORCH = "give it to torch's DataLoader, and that instead of the data set"
-_TO_INIT, _TO_WRAP = "give it to photinus.init(...)", "wrap the model first: photinus.wrap(model, optimizer, {}=...)"
-# What a reader of older pages may type, and what to write now. Asked only for names that a function does not have.
-_MOVED = {
-    **dict.fromkeys(("num_workers", "shuffle", "drop_last", "collate_fn"), _TO_A_LOADER),
-    **dict.fromkeys(("persistent_workers", "prefetch_factor", "worker_init_fn", "multiprocessing_context"), _TO_TORCH),
-    "timeout_s": "give timeout=... to torch's DataLoader, and that instead of the data set; or set PHOTINUS_TIMEOUT_S",
-    "pin_memory": "leave it out: batches for a GPU are pinned",
-    **dict.fromkeys(("rank", "world_size"), "write place=(rank, world_size)"),
-    **dict.fromkeys(("seed", "device", "backend", "suspend"), _TO_INIT),
-    "scheduler": 'write state={"scheduler": scheduler}',
-    "save_every_steps": "write save=photinus.Saving(every_steps=...)",
-    "save_every_epochs": "write save=photinus.Saving(every_epochs=...)",
-    **dict.fromkeys(("keep_last", "best"), "write save=photinus.Saving({}=...)"),
-    **dict.fromkeys(("progress", "curves"), "write report=photinus.Reporting({}=...)"),
-    "tensorboard": "write report=photinus.Reporting(loggers=[photinus.TensorBoard()])",
-    "state": "keep a photinus.Loop of your own, which takes it",
-    "config": "write report=photinus.Reporting(config=...)",
-    "compare_parameters": "write photinus.wrap(..., check_ranks=False)",
-    "sync_batch_norm": _TO_WRAP,
-    "strategy_options": "wrap the model first: photinus.wrap(model, optimizer, strategy=..., **strategy_options)",
-    "valid_batch_size": "give fit a validation set with a batch size: DataLoader(valid_set, batch_size=...)",
-}
-
 
 def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise TypeError for options that a function does not have, with the name that is meant, or with what to write."""
+    """Raise TypeError for options that a function does not have, with the name that is meant."""
     known = [name for name in inspect.signature(function).parameters if name[0] != "_"]
     shown = f"photinus.{function.__qualname__.removesuffix('.__init__')}"
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         # Before any value is looked at; all wrong names in one error.
-        lines = []
-        for name in [each for each in kwargs if each not in known and each[0] != "_"]:
-            moved = _MOVED.get(name)
-            advice = hint(name, known, show=repr) if moved is None else f" Instead, {moved.replace('{}', name)}."
-            lines.append(f"{shown} has no option {name!r}.{advice}")
-        if lines:
+        unknown = [each for each in kwargs if each not in known and each[0] != "_"]
+        if unknown:
+            lines = [f"{shown} has no option {name!r}.{hint(name, known, show=repr)}" for name in unknown]
             raise TypeError("\n".join(lines))
         return function(*args, **kwargs)
 
@@ -108,10 +80,25 @@ def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     return number
 
 
-def place(rank: Any, world_size: Any) -> tuple[int, int]:
-    """(rank, world_size), checked: 0 <= rank < world_size. Raises TypeError, ValueError."""
-    world_size = whole_number("world_size", world_size, least=1)
-    rank = whole_number("rank", rank)
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} needs True or False, not {value!r}")
+
+
+def check_seed(seed: Any) -> int:
+    """`seed` as an int. Raises TypeError or ValueError unless it is a whole number with 0 <= seed < 2**63."""
+    number = whole_number("seed", seed)
+    if number >= 2**63:
+        raise ValueError(f"seed={number} is too large: it needs to be below 2**63")
+    return number
+
+
+def check_place(place: Any) -> tuple[int, int]:
+    """`place` as (rank, world_size). Raises TypeError or ValueError unless 0 <= rank < world_size."""
+    if not (isinstance(place, tuple) and len(place) == 2):
+        raise TypeError(f"place={place!r}: needs (rank, world_size)")
+    rank, world_size = whole_number("rank", place[0]), whole_number("world_size", place[1], least=1)
     # With a wrong world size samples would be left out or done twice, and nothing would show it.
     if rank >= world_size:
         raise ValueError(f"rank={rank} does not exist in a world of {world_size}: ranks go from 0 to {world_size - 1}")

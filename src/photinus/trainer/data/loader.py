@@ -14,19 +14,15 @@ random seeds and from which batch on is decided here and in sampler.py.
 
 from __future__ import annotations
 
-import errno
 import itertools
-import operator
-import shutil
-import socket
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,22 +30,28 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from ... import env
-from ...errors import LoaderTimeoutError, PhotinusError
+from ...errors import PhotinusError
 from ...job.world import World
 from ...parallel.exchange.agreement import JSON, check_alike, place_in_group, together
-from ...parallel.exchange.collectives import control_device
 from ...parallel.exchange.tensors import map_tensors, move_tensors
 from . import rng
-from .arguments import check_dataset, explains_unknown, indexable, taken_apart, whole_number
-from .rng import check_seed
+from .arguments import (
+    check_dataset,
+    check_flag,
+    check_place,
+    check_seed,
+    explains_unknown,
+    indexable,
+    taken_apart,
+    whole_number,
+)
 from .same_data import compare_samples
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
-from .stream import Piece, Reader, State, StreamShares, is_stream
-from .workers import Fetch, Request, WorkerStart, identity, start_workers
+from .stream import Piece, Reader, State, StreamShares, agreeing, is_stream
+from .workers import Fetch, Request, explaining, make_data_loader, start_workers
 
 T = TypeVar("T")
 
-_SHARED_MEMORY = "/dev/shm"
 _SETTINGS = ("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "shards")
 _LATE_S = 30.0  # a sample that is only to be compared
 
@@ -175,9 +177,13 @@ def make_loader(
 ) -> Loader:
     """Return a loader as `loader` does, without a word to the other ranks."""
     settings = {**dict.fromkeys(_SETTINGS), **settings}
+    found: Mapping[str, Any] = {}
     of_workers: Mapping[str, Any] = {}
-    if isinstance(dataset, (DataLoader, Loader)):
-        dataset, found, of_workers = _parts_of(dataset)
+    if isinstance(dataset, DataLoader):
+        dataset, found, of_workers = taken_apart(dataset)
+    elif isinstance(dataset, Loader):
+        dataset, found, of_workers = dataset.dataset, dataset.settings, dataset.of_workers
+    if found:
         # What is given here counts, else what the DataLoader was given.
         settings = {name: found.get(name) if value is None else value for name, value in settings.items()}
         settings["shuffle"] = settings["shuffle"] if train else None
@@ -190,8 +196,7 @@ def make_loader(
     if place is None:
         world = World.from_env()
         place = place_in_group() if dist.is_initialized() else (world.rank, world.world_size)
-    if not (isinstance(place, tuple) and len(place) == 2):
-        raise TypeError(f"place={place!r}: needs (rank, world_size)")
+    rank, world_size = check_place(place)
     collate_fn = settings["collate_fn"]
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn needs a function that takes a list of samples, not {collate_fn!r}")
@@ -202,37 +207,31 @@ def make_loader(
         raise TypeError(f"shards={shards} is for streams, but {kind} has a length: leave shards out")
     if not train and settings["shuffle"]:
         raise ValueError("shuffle=True with train=False: validation counts each sample once, in the dataset's order")
+    for name in ("drop_last",) if streams else ("drop_last", "shuffle"):
+        if settings[name] is not None:
+            check_flag(name, settings[name])
+    batch_size = settings["batch_size"] = whole_number("batch_size", settings["batch_size"], least=1)
     settings["num_workers"] = whole_number("num_workers", settings["num_workers"] or 0)
-    rank, world_size = place
     seed = check_seed(rng.session_seed if seed is None else seed)
-    samples = 0 if streams else len(dataset)
     shares: GlobalBatches | ShardedOnce | StreamShares
     if streams:
         shares = StreamShares(
-            dataset, settings["batch_size"], rank=rank, world_size=world_size, shards=shards, seed=seed,
-            shuffle=settings["shuffle"] or False, drop_last=bool(settings["drop_last"]),
+            dataset, batch_size, rank=rank, world_size=world_size, seed=seed,
+            shards=None if shards is None else whole_number("shards", shards, least=1),
+            shuffle=settings["shuffle"] or False, drop_last=settings["drop_last"] is True,
         )  # fmt: skip
         if world_size > 1 and place_in_group() != place:
             advice = "call photinus.init() before, and leave place out"
             raise ValueError(f"place={place}: ranks agree by torch.distributed on the end of a stream: {advice}")
         shares.note(settings["num_workers"])
     elif train:
-        shuffle, drop_last = (settings[name] is None or settings[name] for name in ("shuffle", "drop_last"))
         shares = GlobalBatches(
-            samples, settings["batch_size"], rank=rank, world_size=world_size, shuffle=shuffle, seed=seed,
-            drop_last=drop_last,
+            len(dataset), batch_size, rank=rank, world_size=world_size, seed=seed,
+            shuffle=settings["shuffle"] is not False, drop_last=settings["drop_last"] is not False,
         )  # fmt: skip
     else:
-        shares = ShardedOnce(samples, settings["batch_size"], rank=rank, world_size=world_size)
-    settings["batch_size"] = operator.index(settings["batch_size"])
+        shares = ShardedOnce(len(dataset), batch_size, rank=rank, world_size=world_size)
     return Loader(dataset, shares, settings, seed, None if device is None else torch.device(device), of_workers)
-
-
-def _parts_of(source: DataLoader[Any] | Loader) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
-    """The data set, the settings and those of the workers."""
-    return (
-        taken_apart(source) if isinstance(source, DataLoader) else (source.dataset, source.settings, source.of_workers)
-    )
 
 
 class Loader:
@@ -280,7 +279,6 @@ class Loader:
         self._position = (0, 0)  # the batch that a plain pass hands out next
         self._is_placed = False  # by `set_epoch` or `load_state_dict`
         self._weight, self._weight_used = 1.0, True  # of the batch that a plain pass handed out last
-        self.look_ahead = 1  # batches of a stream: only the next one shows whether a batch is the last
         # Of a stream: the states of the shards by epoch and number of batches done, of the last two places.
         self._places: dict[tuple[int, int], Mapping[int, State]] = {}
 
@@ -293,8 +291,11 @@ class Loader:
         self._warn_of_the_first_epoch()
         return self._plain()
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0, *, look_ahead: int = 1) -> Iterator[Batch]:
         """Yield the batches of `epoch` (0, 1, ...) from batch `start` on. Earlier batches are not loaded.
+
+        Args:
+            look_ahead: batches of a stream to read ahead. Only the next batch shows whether a batch is the last one.
 
         Raises:
             TypeError, ValueError: not whole numbers, below 0, or `start` is beyond the epoch's end (the end itself
@@ -302,7 +303,7 @@ class Loader:
         """
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
         if isinstance(self.shares, StreamShares):
-            return self._streams(self.shares, epoch, start)
+            return self._streams(self.shares, epoch, start, look_ahead)
         if len(self.dataset) != self.samples:
             raise ValueError(
                 f"the data set had {self.samples} samples when the loader was made, and has {len(self.dataset)} now: "
@@ -369,11 +370,8 @@ class Loader:
         fetch = Fetch(self.dataset, describe, 0)
         if self._tensors is not None or not self._num_workers:
             return (fetch[request] for request in requests)
-        options = {**self.of_workers, "persistent_workers": False, "timeout": min(self._timeout_s, _LATE_S)}
-        options["worker_init_fn"] = WorkerStart(self.of_workers.get("worker_init_fn"))
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        one: Any = {"batch_size": None, "sampler": requests, "num_workers": 1, "generator": generator}
-        return start_workers(DataLoader(fetch, collate_fn=identity, **one, **options))  # type: ignore[arg-type]
+        options = {**self.of_workers, "persistent_workers": False}
+        return start_workers(make_data_loader(fetch, requests, 1, min(self._timeout_s, _LATE_S), options))
 
     @property
     def shards(self) -> int:
@@ -518,10 +516,7 @@ class Loader:
         self._requests.plan = requests()
         # Workers start here, and read ahead: their requests have to be there before.
         with self._explaining(epoch, start):
-            data_loader = self._data_loader()
-            # What torch.initial_seed() gives in a worker, and in its worker_init_fn: another in each epoch and rank.
-            data_loader.generator.manual_seed(rng.derive_seed(self.seed, "workers", epoch, self.shares.rank))
-            fetched = start_workers(data_loader)  # takes the plan
+            fetched = start_workers(self._data_loader(None, epoch))  # takes the plan
         for index in range(start, len(self)):
             if self._workers is not None and this_pass != self._passes:
                 raise PhotinusError(
@@ -532,7 +527,7 @@ class Loader:
                 data = next(fetched)
             yield self._batch(data, asked.popleft(), index, is_pinned=self._num_workers > 0)
 
-    def _streams(self, shares: StreamShares, epoch: int, start: int) -> Iterator[Batch]:
+    def _streams(self, shares: StreamShares, epoch: int, start: int, look_ahead: int) -> Iterator[Batch]:
         """Yield the batches of a stream, of which some are read ahead."""
         if shares.world_size > 1 and self._thread != threading.get_ident():
             advice = "take its batches there, and use num_workers to read ahead"
@@ -542,7 +537,7 @@ class Loader:
         pieces, queue = self._pieces(shares, epoch, start, before), deque[tuple[Piece, int]]()
         filler, was_idle, has_ended = None, 0, False
         for index in itertools.count(start):
-            while not has_ended and len(queue) <= self.look_ahead:
+            while not has_ended and len(queue) <= look_ahead:
                 with agreeing(shares, f"batch {index + len(queue)} of the stream") as counts:
                     piece = next(pieces)
                     counts[:] = piece.samples, not piece.samples
@@ -574,9 +569,7 @@ class Loader:
         read: Iterator[Piece] = iter(reader)
         with self._explaining(epoch, start):
             if workers:
-                data_loader = self._data_loader(reader)
-                data_loader.generator.manual_seed(rng.derive_seed(self.seed, "workers", epoch, shares.rank))
-                read = start_workers(data_loader)
+                read = start_workers(self._data_loader(reader, epoch))
         merged = reader.merged(read)
         for index in itertools.count(start):
             with self._explaining(epoch, index):
@@ -594,51 +587,25 @@ class Loader:
             )
         return piece.data
 
-    @contextmanager
-    def _explaining(self, epoch: int, index: int) -> Iterator[None]:
-        """A block that waits for workers: says what to do where one is late, or has no shared memory."""
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            where = f"rank {self.shares.rank}, epoch {epoch}, batch {index}"
-            # By its text: torch raises a plain RuntimeError.
-            if self._num_workers and "timed out" in str(error):
-                raise LoaderTimeoutError(
-                    f"no batch came from the {self._num_workers} loader workers within {self._timeout_s} s "
-                    f"({where}): a sample takes too long or a worker is stuck. Give it more time by "
-                    f"PHOTINUS_TIMEOUT_S or DataLoader(timeout=...), or num_workers=0 to see where it waits."
-                ) from error
-            if self._num_workers and ("shared memory" in str(error) or getattr(error, "errno", None) == errno.ENOSPC):
-                disk = shutil.disk_usage(_SHARED_MEMORY)
-                raise PhotinusError(
-                    f"{_SHARED_MEMORY} of host {socket.gethostname()} has no room ({disk.free >> 20} MiB of "
-                    f"{disk.total >> 20} are free), and num_workers={self._num_workers} loader workers pass batches "
-                    f"through it ({where}). Enlarge it (docker run --shm-size=8g), or lower num_workers, "
-                    f"prefetch_factor or batch_size."
-                ) from error
-            raise
+    def _explaining(self, epoch: int, index: int) -> AbstractContextManager[None]:
+        return explaining(self._num_workers, self._timeout_s, f"rank {self.shares.rank}, epoch {epoch}, batch {index}")
 
-    def _data_loader(self, reader: Reader | None = None) -> DataLoader[Any]:
+    def _data_loader(self, reader: Reader | None, epoch: int) -> DataLoader[Any]:
+        """Return torch's DataLoader over the requests of a pass, or over a reader of the stream."""
         if self._workers is not None:
-            return self._workers
-        options = dict(self.of_workers) if reader is None else {**self.of_workers, "persistent_workers": False}
-        if self._num_workers:
-            options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
-            options["timeout"] = self._timeout_s
-        data_loader: DataLoader[Any] = DataLoader(
-            self._fetch if reader is None else reader,  # type: ignore[arg-type]
-            batch_size=None,  # a request is already a batch
-            sampler=self._requests if reader is None else None,
-            collate_fn=identity,
-            num_workers=self._num_workers if reader is None else reader.workers,
+            data_loader = self._workers
+        elif reader is None:
             # torch's own pinning fails for tensors that lie on a GPU; in this process ours does it.
-            pin_memory=self._pins and self._num_workers > 0 and reader is None,
-            # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
-            generator=torch.Generator(device="cpu"),
-            **options if self._num_workers else {},
-        )
-        if self._num_workers and options.get("persistent_workers"):
-            self._workers = data_loader
+            pins = self._pins and self._num_workers > 0
+            options = (self._num_workers, self._timeout_s, self.of_workers)
+            data_loader = make_data_loader(self._fetch, self._requests, *options, pin_memory=pins)
+            if self._num_workers and self.of_workers.get("persistent_workers"):
+                self._workers = data_loader
+        else:
+            options = (reader.workers, self._timeout_s, {**self.of_workers, "persistent_workers": False})
+            data_loader = make_data_loader(reader, None, *options)
+        # What torch.initial_seed() gives in a worker_init_fn: another in each epoch and rank.
+        data_loader.generator.manual_seed(rng.derive_seed(self.seed, "workers", epoch, self.shares.rank))
         return data_loader
 
 
@@ -664,31 +631,6 @@ def train_batches(
     if train_set.device is None:
         train_set.device = device
     return train_set
-
-
-@contextmanager
-def agreeing(shares: StreamShares, doing: str) -> Iterator[list[int]]:
-    """A block that succeeds on all ranks or raises on all; after it, its list has the sums over the ranks."""
-    counts, error = [0, 1], None
-    try:
-        yield counts
-    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know
-        error = caught
-    *counts[:], failed, failing = sum_over_ranks(shares, [*counts, error is not None, shares.rank * bool(error)])
-    if error is not None:
-        raise error
-    if failed:
-        which = f"rank {failing}" if failed == 1 else f"{failed} ranks"
-        raise PhotinusError(f"{which} could not read {doing}: see its own error. Rank {shares.rank} had none")
-
-
-def sum_over_ranks(shares: StreamShares, numbers: list[int]) -> list[int]:
-    """The sum of each number over the ranks that share a stream."""
-    if shares.world_size == 1:
-        return numbers
-    sums = torch.tensor(numbers, device=control_device(cast(dist.ProcessGroup, dist.group.WORLD)))
-    dist.all_reduce(sums)
-    return cast("list[int]", sums.tolist())
 
 
 def note_place(text: str) -> None:

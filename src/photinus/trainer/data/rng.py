@@ -17,14 +17,15 @@ import importlib
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from .arguments import whole_number
+from .arguments import check_seed, whole_number
 
 _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have replaced it
 
@@ -81,14 +82,6 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(seed)
 
 
-def check_seed(seed: Any) -> int:
-    """`seed` as an int. Raises TypeError or ValueError unless it is a whole number with 0 <= seed < 2**63."""
-    number = whole_number("seed", seed)
-    if number >= 2**63:
-        raise ValueError(f"seed={number} is too large: it needs to be below 2**63")
-    return number
-
-
 def seed_host_streams(seed: int) -> None:
     """Seeds Python's, numpy's (when imported) and torch's CPU generator, in some 15 us."""
     random.seed(seed)
@@ -111,6 +104,19 @@ def keep_generators() -> Iterator[None]:
         torch.default_generator.set_state(of_torch)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
+
+
+def state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return what gets and what sets the state of a random generator of any kind; None for other objects."""
+    drawing: Any = sys.modules.get("numpy.random")
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, torch.Generator) or (drawing and isinstance(generator, drawing.RandomState)):
+        return generator.get_state, generator.set_state
+    if drawing and isinstance(generator, drawing.Generator):
+        bits = generator.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
 
 
 def capture() -> dict[str, Any]:

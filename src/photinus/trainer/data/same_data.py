@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import sys
 import time
 import weakref
@@ -30,6 +29,7 @@ from torch.utils.data import Subset, TensorDataset
 from ... import env
 from ...job.world import name_ranks
 from ...parallel.exchange.collectives import all_gather_bytes, resolve_group
+from . import rng
 from .workers import Request
 
 _SAMPLES, _SAMPLES_IN_MEMORY = 4, 16
@@ -186,8 +186,7 @@ class _Describing:
     def _add_array(self, array: Any, depth: int) -> None:
         self.digest.update(f"{array.dtype} {list(array.shape)};".encode())
         if array.dtype.kind in "fc":
-            array = array.astype("complex128").view("float64") if array.dtype.kind == "c" else array.astype("float64")
-            self._add_fractions(torch.from_numpy(array.reshape(-1)))
+            self._add_tensor(torch.from_numpy(array.astype("float64" if array.dtype.kind == "f" else "complex128")))
         elif array.dtype.kind == "O":
             self.add(array.reshape(-1).tolist(), depth + 1)
         else:
@@ -205,7 +204,8 @@ class _Describing:
 @contextmanager
 def _generators_kept(dataset: Any) -> Iterator[None]:
     """A block that does not change the GPU's generator, nor those that a data set keeps as attributes."""
-    saved = list(_generators_of(dataset))
+    found = [state for state in map(rng.state_of, _generators_of(dataset)) if state is not None]
+    saved = [(put_back, get()) for get, put_back in found]
     uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if uses_gpu else []):
@@ -215,30 +215,20 @@ def _generators_kept(dataset: Any) -> Iterator[None]:
             put_back(state)
 
 
-def _generators_of(dataset: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
-    """Yield what puts back the state of each generator in a data set's attributes or its file, and the state."""
-    drawing: Any = sys.modules.get("numpy.random")
-    kinds = (random.Random, torch.Generator) + ((drawing.RandomState, drawing.Generator) if drawing else ())
-    passed: dict[int, Any] = {}
+def _generators_of(dataset: Any) -> Iterator[Any]:
+    """Yield the generators in a data set's attributes, in theirs, and in the file of its class."""
+    seen: dict[int, Any] = {}
     ahead = deque([dataset])
-    while ahead and len(passed) < _MOST_OBJECTS:
+    while ahead and len(seen) < _MOST_OBJECTS:
         value = ahead.popleft()
-        if id(value) in passed:
+        if id(value) in seen:
             continue
-        passed[id(value)] = value
-        if isinstance(value, kinds):
-            yield _state_of(value)
+        seen[id(value)] = value
+        if rng.state_of(value) is not None:
+            yield value
         elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
             ahead += value.values() if isinstance(value, dict) else value
         elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, torch.Tensor)):
             ahead += vars(value).values()
             code: Any = getattr(type(value), "__getitem__", None)
-            ahead += [each for each in getattr(code, "__globals__", {}).values() if isinstance(each, kinds)]
-
-
-def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
-    if isinstance(generator, random.Random):
-        return generator.setstate, generator.getstate()
-    if hasattr(generator, "get_state"):
-        return generator.set_state, generator.get_state()
-    return partial(setattr, generator.bit_generator, "state"), generator.bit_generator.state
+            ahead += [each for each in getattr(code, "__globals__", {}).values() if rng.state_of(each) is not None]

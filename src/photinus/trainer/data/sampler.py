@@ -21,12 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from .arguments import place, whole_number
-from .rng import check_seed, derive_seed
+from .rng import derive_seed
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class GlobalBatches:
         drop_last: leave out the last, short batch of each epoch (when shuffled, other samples each time).
 
     Raises:
-        TypeError: a number is not whole, `shuffle` or `drop_last` not a bool.
         ValueError: the numbers do not fit each other; the message says which would.
     """
 
@@ -71,11 +68,8 @@ class GlobalBatches:
         seed: int = 0,
         drop_last: bool = True,
     ) -> None:
-        self.rank, self.world_size = place(rank, world_size)
-        self.samples = whole_number("samples", samples)
-        self.batch_size = whole_number("batch_size", batch_size, least=1)
-        self.seed = check_seed(seed)
-        self.shuffle, self.drop_last = _flag("shuffle", shuffle), _flag("drop_last", drop_last)
+        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         # Said apart, for the sizes below would blame the batch size.
         if self.samples == 0:
             raise ValueError("the dataset is empty (0 samples): is its path or split right?")
@@ -138,19 +132,15 @@ class ShardedOnce:
     Args:
         samples: size of the dataset; 0 is allowed.
         batch_size: samples of one step over all ranks; a rank's batch has batch_size / world_size, rounded up.
-
-    Raises:
-        TypeError, ValueError: not whole numbers, too small, or not a place.
     """
 
     shuffle = drop_last = False
 
     def __init__(self, samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size = place(rank, world_size)
-        self.samples = whole_number("samples", samples)
-        self.indices: Sequence[int] = range(*part_of(self.samples, self.rank, self.world_size))
+        self.samples, self.rank, self.world_size = samples, rank, world_size
+        self.indices: Sequence[int] = range(*part_of(samples, rank, world_size))
         # Rounded up, so that no rank needs more batches than one process would.
-        self._share = -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
+        self._share = -(-batch_size // world_size)
 
     def __len__(self) -> int:
         """Batches of this rank."""
@@ -173,9 +163,3 @@ def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
     base, extra = divmod(size, world_size)
     begin = rank * base + min(rank, extra)
     return begin, begin + base + (rank < extra)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} needs True or False, not {value!r}")
-    return value

@@ -23,20 +23,25 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .arguments import place, whole_number
-from .own_counts import OwnCounts
-from .rng import check_seed, derive_seed, keep_generators, seed_host_streams
+from ...errors import PhotinusError
+from ...parallel.exchange.collectives import control_device
+from .arguments import whole_number
+from .rng import derive_seed, keep_generators, seed_host_streams, state_of
 from .sampler import part_of
 
 _BUFFER = 1000  # samples of a shard, for shuffle=True
 _STATE_EVERY = 16  # samples, without shuffling: what a resume reads again at most
+_DEPTH = 3  # of attributes of attributes
+_LONGEST, _MOST = 100_000, 1000  # entries of a list, and attributes, that are looked at
 
 State = dict[str, Any]  # of a shard: taken, ended, at, source, of
 
@@ -74,9 +79,8 @@ class StreamShares:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.dataset, self.seed, self.drop_last = dataset, check_seed(seed), drop_last
-        self.rank, self.world_size = place(rank, world_size)
-        self.batch_size = whole_number("batch_size", batch_size, least=1)
+        self.dataset, self.batch_size, self.seed, self.drop_last = dataset, batch_size, seed, drop_last
+        self.rank, self.world_size = rank, world_size
         self.buffer = _BUFFER if shuffle is True else 0 if shuffle is False else whole_number("shuffle", shuffle)
         self.shuffle: bool | int = self.buffer or False
         _check(dataset)
@@ -88,7 +92,7 @@ class StreamShares:
 
     def cut(self, shards: int) -> None:
         """Cut the stream into this number of shards."""
-        self.shards = whole_number("shards", shards, least=1)
+        self.shards = shards
         if shards > self._most:
             what = f"has {self._most}" if splits(self.dataset) else "cannot be split"
             raise ValueError(
@@ -278,6 +282,75 @@ def _loses_samples(value: Any) -> bool:
     return is_one or any(_loses_samples(each) for each in inside if each is not None)
 
 
+class _Entry(NamedTuple):
+    name: str  # of the attribute
+    value: Any
+    get: Callable[[], Any]
+    put_back: Callable[[Any], object]
+    is_number: bool
+
+
+class OwnCounts:
+    """Counts that an object without a length keeps itself while it is read: of its epochs, or by its generators.
+
+    A shard begins each epoch with the object as it was given, wherever the run resumes. So what reading changed is put
+    back, and a line says which attributes these are: with a count of its own, the order is the same in every epoch.
+
+    It looks at the numbers, lists and random generators in the object's attributes, and in those of its attributes.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._entries = [*_entries(value, "", _DEPTH, set())]
+        self._changed: list[_Entry] = []
+        self._numbers: list[Any] = []
+
+    def first_sample_came(self) -> None:
+        """Note what the first sample of an epoch changed."""
+        self._changed = [each for each in self._entries if not _equal(each.get(), each.value)]
+        self._numbers = [each.get() for each in self._changed]
+
+    def second_sample_came(self) -> list[str]:
+        """Return the attributes that count epochs or draw: a number that each sample changes counts samples."""
+        pairs = zip(self._changed, self._numbers, strict=True)
+        return [each.name for each, first in pairs if not each.is_number or _equal(each.get(), first)]
+
+    def put_back(self) -> None:
+        """Give all that the first sample changed the value that it had before."""
+        for each in self._changed:
+            each.put_back(each.value)
+
+
+def _entries(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[_Entry]:
+    """Return what may count. Nothing is copied but lists, and states of generators."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    state = state_of(value)
+    if state is not None:
+        get, put_back = state
+        yield _Entry(name, get(), get, put_back, False)
+    elif type(value) is list and len(value) <= _LONGEST:
+        yield _Entry(name, [*value], partial(list, value), partial(value.__setitem__, slice(None)), False)
+    elif depth and not isinstance(value, (type, torch.nn.Module)):
+        attributes: Any = value if type(value) is dict else getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict) or len(attributes) > _MOST:
+            return
+        for key, item in [*attributes.items()]:
+            inner = f"{name}.{key}" if name else str(key)
+            if type(item) in (int, float):
+                yield _Entry(inner, item, partial(attributes.get, key), partial(attributes.__setitem__, key), True)
+            else:
+                yield from _entries(item, inner, depth - 1, seen)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, list) and isinstance(second, list):  # of any objects: the same ones in the same order
+        return [*map(id, first)] == [*map(id, second)]
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return repr(first) == repr(second)  # of numpy's states: with arrays inside
+
+
 class Piece(NamedTuple):
     """A reader's samples of this rank's part of a batch: none, after its shards' end."""
 
@@ -328,3 +401,28 @@ class Reader(IterableDataset[Piece]):
     def _collated(self, samples: list[Any], step: int) -> Any:
         seed_host_streams(derive_seed(self.shares.seed, "stream batch", self.epoch, step, self.shares.rank))
         return self.collate(samples) if samples else None
+
+
+@contextmanager
+def agreeing(shares: StreamShares, doing: str) -> Iterator[list[int]]:
+    """A block that succeeds on all ranks or raises on all; after it, its list has the sums over the ranks."""
+    counts, error = [0, 1], None
+    try:
+        yield counts
+    except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know
+        error = caught
+    *counts[:], failed, failing = sum_over_ranks(shares, [*counts, error is not None, shares.rank * bool(error)])
+    if error is not None:
+        raise error
+    if failed:
+        which = f"rank {failing}" if failed == 1 else f"{failed} ranks"
+        raise PhotinusError(f"{which} could not read {doing}: see its own error. Rank {shares.rank} had none")
+
+
+def sum_over_ranks(shares: StreamShares, numbers: list[int]) -> list[int]:
+    """The sum of each number over the ranks that share a stream."""
+    if shares.world_size == 1:
+        return numbers
+    sums = torch.tensor(numbers, device=control_device(cast(dist.ProcessGroup, dist.group.WORLD)))
+    dist.all_reduce(sums)
+    return cast("list[int]", sums.tolist())

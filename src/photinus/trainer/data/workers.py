@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from ...errors import PhotinusError
+from ...errors import LoaderTimeoutError, PhotinusError
 from .rng import derive_seed, keep_generators, seed_host_streams
 
+_SHARED_MEMORY = "/dev/shm"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _FOR_THE_RANK = (signal.SIGTERM, signal.SIGUSR1)  # by which it is asked to suspend
 
@@ -120,6 +125,43 @@ def start_workers(data_loader: DataLoader[Any]) -> Iterator[Any]:
     for worker in getattr(fetched, "_workers", ()):  # torch and multiprocessing end one that is not done by SIGTERM
         worker._popen.terminate = partial(_end, worker.pid, id(fetched))
     return fetched
+
+
+def make_data_loader(
+    dataset: Any, sampler: Any, workers: int, timeout_s: float, options: Mapping[str, Any], *, pin_memory: bool = False
+) -> DataLoader[Any]:
+    """Return torch's DataLoader over a data set whose samples are whole batches."""
+    of_workers = {**options, "timeout": timeout_s, "worker_init_fn": WorkerStart(options.get("worker_init_fn"))}
+    return DataLoader(
+        dataset, batch_size=None, sampler=sampler, collate_fn=identity, num_workers=workers, pin_memory=pin_memory,
+        # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
+        generator=torch.Generator(device="cpu").manual_seed(0),
+        **of_workers if workers else {},
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def explaining(workers: int, timeout_s: float, where: str) -> Iterator[None]:
+    """A block that waits for workers: says what to do where one is late, or has no shared memory."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        # By its text: torch raises a plain RuntimeError.
+        if workers and "timed out" in str(error):
+            raise LoaderTimeoutError(
+                f"no batch came from the {workers} loader workers within {timeout_s} s ({where}): a sample takes too "
+                f"long or a worker is stuck. Give it more time by PHOTINUS_TIMEOUT_S or DataLoader(timeout=...), or "
+                f"num_workers=0 to see where it waits."
+            ) from error
+        if workers and ("shared memory" in str(error) or getattr(error, "errno", None) == errno.ENOSPC):
+            disk = shutil.disk_usage(_SHARED_MEMORY)
+            raise PhotinusError(
+                f"{_SHARED_MEMORY} of host {socket.gethostname()} has no room ({disk.free >> 20} MiB of "
+                f"{disk.total >> 20} are free), and num_workers={workers} loader workers pass batches through it "
+                f"({where}). Enlarge it (docker run --shm-size=8g), or lower num_workers, prefetch_factor or "
+                f"batch_size."
+            ) from error
+        raise
 
 
 def _end(pid: int, owner: int) -> None:
