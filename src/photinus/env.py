@@ -165,7 +165,8 @@ INSTRUCTION_SET: Variable[str | None] = Variable(
 )
 JOB_SECRET = _text(
     "PHOTINUS_JOB_SECRET",
-    "secret text that only the launchers of one job on several hosts know; never passed to workers",
+    "secret text that only the launchers of one job on several hosts know; never passed to workers (ranks that srun or "
+    "mpirun started use it to find only each other)",
 )
 LAUNCH = _text(
     "PHOTINUS_LAUNCH",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from photinus.job.world import World
 from photinus.trainer.session import placement
-from photinus.trainer.session.placement import Choice, Gpus, agree_on_backend, choose_among
+from photinus.trainer.session.placement import Choice, Gpus, agree_on_backend, choose_among, gather_gpus
 from photinus.verdict import Setting, Verdict, driver_version, keep_verdict, look_up_verdict
 
 NONE = Verdict("", "")
@@ -161,14 +161,11 @@ def test_rank_0_chooses_for_all_by_what_every_rank_computes_on(
     def agree(*devices: int) -> list[tuple[str, str]]:
         store = dist.HashStore()  # type: ignore[attr-defined]
         found: dict[int, tuple[str, str]] = {}
-        monkeypatch.setattr(placement, "_choices", 0)
+        gpus = [placement.Gpu(f"GPU u{index} of host a", f"u{index}") for index in devices]
 
         def rank(number: int) -> None:
             place = World(number, len(devices), number, len(devices))
-            device = torch.device("cuda", devices[number])
-            # One process stands for all ranks, whose counters would be equal.
-            placement._choices = 0
-            found[number] = agree_on_backend(store, place, device, {}, timedelta(seconds=10))
+            found[number] = agree_on_backend(store, place, gpus, {}, timedelta(seconds=10))
 
         threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(len(devices)))]
         for thread in threads:
@@ -190,11 +187,11 @@ def test_rank_0_chooses_for_all_by_what_every_rank_computes_on(
 
 
 def test_a_rank_that_does_not_come_is_missed_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u", name="H100"))
     store = dist.HashStore()  # type: ignore[attr-defined]
     for rank in (0, 1):
         with pytest.raises(dist.DistStoreError):
-            agree_on_backend(store, World(rank, 3, rank, 3), torch.device("cuda", 0), {}, timedelta(seconds=0.2))
+            gather_gpus(store, rank, 3, torch.device("cuda", 0), timedelta(seconds=0.2))
 
 
 def test_a_torch_for_rocm_leaves_photinus_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from photinus.errors import DeviceError
 from photinus.job.world import World
 from photinus.parallel.exchange.verify_models import gpu_identity, refuse_shared_gpus
 from photinus.trainer.session import placement
-from photinus.trainer.session.placement import check_gpus, choose_device
+from photinus.trainer.session.placement import choose_device, gather_gpus
 
 ONE, OTHER = "GPU one (H100) of host a", "GPU other (H100) of host a"
 
@@ -49,14 +51,12 @@ def test_the_same_gpu_is_known_by_its_uuid_whatever_its_number(monkeypatch: pyte
     assert gpu_identity(torch.device("cuda", 0)) == gpu_identity(torch.device("cuda", 3))
 
 
-def test_ranks_tell_each_other_by_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_know_each_others_gpus_by_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    store.set("photinus/gpu/1/1", ONE)  # rank 1 has said so
-    monkeypatch.setattr(placement, "_checks", 0)
-    monkeypatch.setattr(placement, "gpu_identity", lambda device: ONE)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(DeviceError, match="ranks 0, 1 all compute on GPU one"):
-        check_gpus(torch.device("cuda", 0), "nccl")
-    assert store.get("photinus/gpu/1/0") == ONE.encode()
+    store.set("photinus/gpu/1/1", json.dumps([ONE, "one"]))  # rank 1 wrote it
+    monkeypatch.setattr(placement, "_sessions", 0)
+    monkeypatch.setattr(placement, "gpu_identity", lambda device: OTHER)
+    monkeypatch.setattr(placement, "_uuid", lambda device: "other")
+    gpus = gather_gpus(store, 0, 2, torch.device("cuda", 0), timedelta(seconds=10))
+    assert gpus == [(OTHER, "other"), (ONE, "one")]
+    assert json.loads(store.get("photinus/gpu/1/0")) == [OTHER, "other"]

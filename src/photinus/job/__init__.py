@@ -17,7 +17,6 @@
     channel         launchers' connections: both ends prove that they know the job's secret, then send JSON
     relay           brings this host's workers to the store on the leader's host
     server          the leading host's end, in a thread of its own: one port, behind which hosts meet and the store is
-    store_port      how ranks without a launcher of ours learn from rank 0 where the store is
     client          a host's end: dials the leader, proves itself, and speaks for this host's agent
 
 Reads the environment it is given, and refuses contradictions instead of guessing.

@@ -24,7 +24,6 @@ from . import channel, membership
 from .channel import Caller, answer
 from .relay import splice
 from .restart_policy import RestartPolicy
-from .store_port import StorePort
 
 _TICK_S = 0.1
 _HANDSHAKE_S = 5.0
@@ -320,7 +319,7 @@ def _nnodes_text(hosts: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def serve_in_thread(server: Leader | StorePort, listener: socket.socket) -> Iterator[None]:
+def serve_in_thread(server: Leader, listener: socket.socket) -> Iterator[None]:
     """Serves in a thread for the duration of the block, so that callers are answered whatever the block waits for."""
     began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 

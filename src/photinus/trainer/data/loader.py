@@ -352,9 +352,9 @@ class Loader:
         # Between epochs anything may change; inside one, the rest would repeat or skip samples.
         if batch and wanted != found:
             names = [name for name in wanted if wanted[name] != found[name]]
-            told = ", ".join(f"{name} was {found[name]} and is {wanted[name]}" for name in names)
+            changes = ", ".join(f"{name} was {found[name]} and is {wanted[name]}" for name in names)
             raise ValueError(
-                f"the saved run stopped at batch {batch} of epoch {epoch}, which cannot be found again: {told}"
+                f"the saved run stopped at batch {batch} of epoch {epoch}, which cannot be found again: {changes}"
             )
         is_over = not isinstance(self.shares, StreamShares) and batch >= len(self)
         self._next = self._position = (epoch + 1, 0) if is_over else (epoch, batch)
@@ -501,15 +501,15 @@ class Loader:
             yield self._batch(data, local, index)
 
     def _fetches(self, epoch: int, start: int) -> Iterator[Batch]:
-        asked: deque[LocalBatch] = deque()
+        requested: deque[LocalBatch] = deque()
         shares = self.shares  # not self: a cycle, when collected, waits 5 s for each worker
         assert not isinstance(shares, StreamShares)
 
         def requests() -> Iterator[Request]:
             # Remembered in the order of the requests, in which torch's DataLoader hands the batches out.
             for index in range(start, len(shares)):
-                asked.append(shares.batch(epoch, index))
-                yield Request(epoch, asked[-1].indices)
+                requested.append(shares.batch(epoch, index))
+                yield Request(epoch, requested[-1].indices)
 
         # Persistent workers read one plan after the other: a pass that was overtaken would get the new one's batches.
         self._passes = this_pass = self._passes + 1
@@ -525,7 +525,7 @@ class Loader:
                 )
             with self._explaining(epoch, index):
                 data = next(fetched)
-            yield self._batch(data, asked.popleft(), index, is_pinned=self._num_workers > 0)
+            yield self._batch(data, requested.popleft(), index, is_pinned=self._num_workers > 0)
 
     def _streams(self, shares: StreamShares, epoch: int, start: int, look_ahead: int) -> Iterator[Batch]:
         """Yield the batches of a stream, of which some are read ahead."""

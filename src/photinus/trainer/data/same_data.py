@@ -217,13 +217,13 @@ def _generators_kept(dataset: Any) -> Iterator[None]:
 
 def _generators_of(dataset: Any) -> Iterator[Any]:
     """Yield the generators in a data set's attributes, in theirs, and in the file of its class."""
-    seen: dict[int, Any] = {}
+    found: dict[int, Any] = {}
     ahead = deque([dataset])
-    while ahead and len(seen) < _MOST_OBJECTS:
+    while ahead and len(found) < _MOST_OBJECTS:
         value = ahead.popleft()
-        if id(value) in seen:
+        if id(value) in found:
             continue
-        seen[id(value)] = value
+        found[id(value)] = value
         if rng.state_of(value) is not None:
             yield value
         elif isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:

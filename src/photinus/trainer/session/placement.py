@@ -1,9 +1,8 @@
 """The choice of a rank's device, and of the backend over which ranks exchange, each with its reason.
 
-Ranks on GPUs that nobody told a backend tell their GPUs by the store at which they meet, before there is a group, and
-rank 0 chooses for all: what it reads on its own host (a verdict, which GPUs reach each other) others may not have. By
-that store they learn, too, that two share a GPU, which is refused before they exchange anything: nccl would say it
-later, in words of its own.
+Ranks on GPUs write into the store which GPU each has, before there is a group. So two ranks that share a GPU are
+refused before they exchange anything, with a clearer error than NCCL's. Where the user named no backend, rank 0 chooses
+for all: other ranks may not have what it reads on its host (measured backends, which GPUs reach each other).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from ... import env
 from ...errors import DeviceError
 from ...job.slurm import has_a_gpu_of_its_own
 from ...job.world import World
-from ...parallel.exchange.verify_models import gpu_identity, refuse_shared_gpus
+from ...parallel.exchange.verify_models import gpu_identity
 from ...verdict import COMMAND, Setting, Verdict, driver_version, look_up_verdict
 from .progress import say
 
@@ -131,7 +130,19 @@ def _register_photinus() -> str | None:
     return None if dist.is_backend_available("photinus") else "photinus.backend did not register it"
 
 
-_choices = _checks = 0  # sessions of this process, equal on all ranks: each has keys of its own
+_sessions = 0  # of this process, equal on all ranks: each has keys of its own in a store that several share
+
+
+class Gpu(NamedTuple):
+    """A rank's GPU.
+
+    Attributes:
+        identity: text that is equal for two ranks exactly when they have the same GPU.
+        uuid: torch's name for it; "" where torch knows none.
+    """
+
+    identity: str
+    uuid: str
 
 
 @dataclass(frozen=True)
@@ -183,28 +194,36 @@ def choose_among(gpus: Gpus, verdict: Verdict) -> Choice:
     return Choice("nccl", "the choice for CUDA devices", stale if gpus.on_one_host else "")
 
 
-def agree_on_backend(
-    store: Any, place: World, device: torch.device, missing: Mapping[str, str], timeout: timedelta
-) -> tuple[str, str]:
-    """The backend for the ranks that meet at a store, and why; every rank calls it with its CUDA device.
-
-    Rank 0 says what else there is to do, in one line.
+def gather_gpus(store: Any, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> list[Gpu]:
+    """Return the GPU of each rank that has this store, by rank; every rank calls it with its CUDA device.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not come in time.
     """
-    global _choices
-    _choices += 1
-    keys = [f"photinus/gpu of rank/{_choices}/{rank}" for rank in range(place.world_size)]
-    chosen = f"photinus/backend/{_choices}"
-    store.set(keys[place.rank], _identity(device))
+    global _sessions
+    _sessions += 1
+    keys = [f"photinus/gpu/{_sessions}/{other}" for other in range(world_size)]
+    store.set(keys[rank], json.dumps([gpu_identity(device), _uuid(device)]))
+    store.wait(keys, timeout)
+    return [Gpu(*json.loads(store.get(key))) for key in keys]
+
+
+def agree_on_backend(
+    store: Any, place: World, gpus: Sequence[Gpu], missing: Mapping[str, str], timeout: timedelta
+) -> tuple[str, str]:
+    """Return the backend for the ranks with these GPUs, and why; every rank calls it after `gather_gpus`.
+
+    Rank 0 says what else there is to do, in one line.
+
+    Raises:
+        torch.distributed.DistStoreError: rank 0 did not choose in time.
+    """
+    chosen = f"photinus/backend/{_sessions}"
     if place.rank == 0:
-        store.wait(keys, timeout)
-        by_rank = [store.get(key).decode() for key in keys]
-        gpus = Gpus(by_rank, place.local_world_size == place.world_size, missing, _pairs_apart(by_rank))
-        known = all(by_rank)  # else no verdict can be of these GPUs
+        by_rank = [gpu.uuid for gpu in gpus]
+        facts = Gpus(by_rank, place.local_world_size == place.world_size, missing, _pairs_apart(by_rank))
         setting = Setting(tuple(by_rank), driver_version(), str(torch.__version__))
-        choice = choose_among(gpus, look_up_verdict(setting) if known else Verdict("", ""))
+        choice = choose_among(facts, look_up_verdict(setting) if all(by_rank) else Verdict("", ""))
         if choice.advice:
             say(choice.advice)
         store.set(chosen, json.dumps([choice.backend, choice.why]))
@@ -214,28 +233,13 @@ def agree_on_backend(
     return backend, why
 
 
-def check_gpus(device: torch.device, backend: str) -> None:
-    """Every rank of the default group calls it with its CUDA device.
-
-    Raises:
-        DeviceError: on every rank, if more ranks share a GPU than PHOTINUS_RANKS_PER_GPU allows, or any over nccl.
-    """
-    global _checks
-    _checks += 1
-    store: Any = dist.distributed_c10d._get_default_store()
-    keys = [f"photinus/gpu/{_checks}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], gpu_identity(device))
-    store.wait(keys, timedelta(seconds=env.TIMEOUT_S.get()))
-    refuse_shared_gpus([store.get(key).decode() for key in keys], backend, env.RANKS_PER_GPU.get())
-
-
-def _identity(device: torch.device) -> str:
+def _uuid(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", ""))
 
 
 def _pairs_apart(by_rank: Sequence[str]) -> list[str]:
     """Of the ranks' GPUs that are visible here, by their numbers."""
-    ours = [i for i in range(torch.cuda.device_count()) if _identity(torch.device("cuda", i)) in by_rank]
+    ours = [i for i in range(torch.cuda.device_count()) if _uuid(torch.device("cuda", i)) in by_rank]
     reach = torch.cuda.can_device_access_peer
     return [f"{i}-{j}" for i, j in itertools.combinations(ours, 2) if not (reach(i, j) and reach(j, i))]

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -31,13 +31,14 @@ from ...job.own_address import interface_of, own_address, reaches_from
 from ...job.rendezvous import find_rendezvous
 from ...job.world import World, check_company
 from ...parallel.exchange.agreement import gather_per_rank
+from ...parallel.exchange.verify_models import refuse_shared_gpus
 from ..checkpoint.statefile import finish_writing
 from ..data import rng
 from ..data.arguments import explains_unknown
 from . import preemption
-from .placement import agree_on_backend, check_gpus, choose_backend, choose_device, missing_on_gpus
+from .placement import Gpu, agree_on_backend, choose_backend, choose_device, gather_gpus, missing_on_gpus
 from .progress import say
-from .rank_store import open_given_store, open_store
+from .rank_store import open_store
 
 
 @dataclass(eq=False, repr=False)
@@ -206,8 +207,10 @@ def init(
             chosen_device, device_reason = choose_device(device, place)
             if chosen_device.type == "cuda":
                 torch.cuda.set_device(chosen_device)
-        if chosen_device.type == "cuda" and dist.get_world_size() > 1:
-            check_gpus(chosen_device, chosen_backend)
+        if not owned and chosen_device.type == "cuda" and dist.get_world_size() > 1:
+            store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=env.TIMEOUT_S.get())
+            gpus = gather_gpus(store, place.rank, place.world_size, chosen_device, timeout)
+            _check_gpus(gpus, chosen_backend)
         hosts = tuple(member["host"] for member in members)
         session = Session(
             place.rank, place.world_size, place.local_rank, place.local_world_size, chosen_device, chosen_backend,
@@ -278,24 +281,29 @@ def _make_group(place: World, device: torch.device, backend: str, reason: str, t
     if rendezvous is None:
         # Nobody to meet: a store in this process, so no port can be taken and no address is needed.
         store = dist.HashStore()  # type: ignore[attr-defined]
-    elif not rendezvous.given:
-        if rendezvous.address == "127.0.0.1":
-            # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = open_store(place, rendezvous, timeout.total_seconds())
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        store = open_given_store(place, rendezvous, timeout.total_seconds())
-    elif backend == "auto":
+    elif rendezvous.given and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         # What init_process_group does by itself where it is given no store.
         store = next(torch_rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
         store.set_timeout(timeout)
-    if backend == "auto":
-        backend, reason = agree_on_backend(store, place, device, missing_on_gpus(), timeout)
+    else:
+        if not rendezvous.given and rendezvous.address == "127.0.0.1":
+            # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = open_store(place, rendezvous, timeout.total_seconds())
+    if device.type == "cuda":
+        gpus = gather_gpus(store, place.rank, place.world_size, device, timeout)
+        if backend == "auto":
+            backend, reason = agree_on_backend(store, place, gpus, missing_on_gpus(), timeout)
+        _check_gpus(gpus, backend)
     over_network = place.local_world_size < place.world_size
     if rendezvous is not None and rendezvous.given and over_network and "gloo" in backend:
         _name_interface_for_gloo(rendezvous.address)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return backend, reason
+
+
+def _check_gpus(gpus: Sequence[Gpu], backend: str) -> None:
+    refuse_shared_gpus([gpu.identity for gpu in gpus], backend, env.RANKS_PER_GPU.get())
 
 
 def _name_interface_for_gloo(meeting_place: str) -> None:
@@ -317,8 +325,8 @@ def _meet(place: World) -> tuple[World, list[dict[str, Any]]]:
         )
     own = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "process": secrets.token_hex(8)}
     members = gather_per_rank(own)
-    met = {member["process"] for member in members}  # two containers may have one host name, and both pid 1
-    if [member["rank"] for member in members] != list(range(world_size)) or len(met) != world_size:
+    processes = {member["process"] for member in members}  # two containers may have one host name, and both pid 1
+    if [member["rank"] for member in members] != list(range(world_size)) or len(processes) != world_size:
         raise WorldSizeError(f"{world_size} ranks were expected, but these joined: {members}")
     if place.launcher == "none" and world_size > 1:
         # The group was made by the script itself (mp.spawn and the like): the place on the host is counted.
