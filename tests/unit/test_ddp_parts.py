@@ -77,10 +77,8 @@ def test_the_timeline_keeps_ten_iterations_and_then_every_so_many() -> None:
     kept = []
     for _ in range(20):
         timeline.forward_began()
-        timeline.backward_began()
-        timeline.exchange_began()
-        timeline.backward_ended()
-        timeline.exchange_ended(1)
+        for moment in ("backward", "exchange", "backward_end", "exchange_end"):
+            timeline.note(moment)
         kept.append(timeline.iteration)
     assert kept == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 12, 12, 12, 12, 16, 16, 16, 16]
     assert timeline.averages["avg_forward_compute_time"] >= 1

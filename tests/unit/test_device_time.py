@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from photinus.parallel.reducer.timeline import Timeline
 from photinus.parallel.tracing.device_clock import DeviceClock
-from photinus.parallel.tracing.recording import MAIN, Recording, set_current_recording
 from photinus.runlog.tables import PHASES
 from photinus.trainer.record.step_clock import StepClock
 from photinus.waiting_time import waiting_time
@@ -127,80 +125,3 @@ def test_validation_and_saving_are_no_part_of_a_step_of_the_device(stream: Strea
     stream.queue(1)
     clock.data_came()
     assert taken(clock) == {"other": 10, "data": 1}
-
-
-# -- the timeline of DistributedDataParallel, and photinus.trace -------------------------------------------------------
-
-
-def step(timeline: Timeline, stream: Stream) -> None:
-    timeline.forward_began()
-    stream.queue(10)
-    timeline.forward_ended(None)
-    timeline.backward_began()
-    stream.queue(15)
-    timeline.exchange_began()
-    stream.queue(5)
-    timeline.backward_ended()
-    stream.queue(2)
-    timeline.exchange_ended(1)
-
-
-def test_the_timeline_of_a_device_has_the_devices_times_as_soon_as_they_are_known(stream: Stream) -> None:
-    timeline = Timeline(device_clock=DeviceClock(stream.record))
-    step(timeline, stream)
-    timeline.forward_began()
-    assert timeline.last == {}, "the device has not come by, and nobody waits for it"
-    stream.run()
-    timeline.forward_began()
-    assert timeline.last["forward_compute_time"] == pytest.approx(10e6, abs=2)
-    assert timeline.last["backward_compute_time"] == pytest.approx(20e6, abs=2)
-    assert timeline.last["backward_comm_time"] == pytest.approx(7e6, abs=2)
-    assert timeline.last["backward_compute_comm_overlap_time"] == pytest.approx(5e6, abs=2)
-
-
-def test_iterations_that_nobody_looks_at_queue_no_events(stream: Stream) -> None:
-    events: list[Event] = []
-
-    def record() -> Event:
-        events.append(stream.record())
-        return events[-1]
-
-    timeline = Timeline(device_clock=DeviceClock(record), sample_rate=100)
-    for _ in range(10):
-        step(timeline, stream)
-        stream.run()
-    events.clear()
-    for _ in range(50):
-        step(timeline, stream)
-    assert events == []
-
-
-def test_a_recording_holds_spans_of_the_device_on_the_hosts_clock(stream: Stream) -> None:
-    recording = Recording()
-    set_current_recording(recording)
-    try:
-        step(Timeline(device_clock=DeviceClock(stream.record)), stream)
-    finally:
-        set_current_recording(None)
-    stream.run()
-    by_name = {span.name: span for span in recording.spans()}
-    assert list(by_name) == ["forward", "wait for averages"]
-    forward, wait = by_name["forward"], by_name["wait for averages"]
-    assert (forward.end_ns - forward.begin_ns) == pytest.approx(10e6, abs=2)
-    assert wait.begin_ns - forward.end_ns == pytest.approx(20e6, abs=2)
-    assert wait.end_ns - wait.begin_ns == pytest.approx(2e6, abs=2)
-
-
-def test_after_an_error_a_device_that_hangs_is_not_waited_for(stream: Stream) -> None:
-    clock = DeviceClock(stream.record)
-    recording = Recording()
-    recording.use_clock(clock)
-    recording.begin_step()
-    begin = recording.now()
-    stream.queue(1)
-    stream.run()
-    recording.add("came", MAIN, begin, recording.now())
-    stream.queue(1)
-    recording.add("never came", MAIN, begin, recording.now())
-    assert [span.name for span in recording.spans(wait=False)] == ["came"]
-    assert stream.done_ms == 1

@@ -4,73 +4,93 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import photinus
-from photinus import optimizer_steps
-from photinus.parallel.tracing.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
-from photinus.parallel.tracing.trace import RankTrace, chrome_events, enumerate_rows
+from photinus.parallel.tracing import trace as tracing
+from photinus.parallel.tracing.spans import is_followed, span
+from photinus.parallel.tracing.trace import RankTrace, _shares, chrome_events
 from tests.small_run import QUIET
 
 
-def rank_trace(rank: int, spans: list[Span], *, clock: str = "a", meeting_ns: int = 0) -> RankTrace:
-    return RankTrace(rank, "host", 100 + rank, clock, meeting_ns, spans)
+def rank_trace(
+    rank: int, *events: dict[str, Any], clock: str = "a", meeting_ns: int = 0, base_ns: int = 0
+) -> RankTrace:
+    return RankTrace(rank, "host", 100 + rank, clock, meeting_ns, base_ns, list(events))
+
+
+def event(name: str, ts: float, dur: float, cat: str = "user_annotation", **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 4711, "tid": 4711, "ts": ts, "dur": dur, **more}
 
 
 def drawn(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X"]
 
 
-def test_a_recording_keeps_the_steps_asked_for() -> None:
-    recording = Recording(skip=1, steps=2)
-    recording.add("before the first step", MAIN, 1, 2)
-    for _ in range(5):
-        recording.begin_step()
-        recording.add(f"step {recording.step}", MAIN, 10, 20)
-    assert [span.name for span in recording.spans()] == ["step 1", "step 2"]
-
-
-def test_exchanges_that_overlap_get_rows_of_their_own() -> None:
+def test_backward_and_exchanges_that_overlap_get_rows_of_their_own() -> None:
     spans = [
-        Span("backward", MAIN, 0, 100, 0),
-        Span("bucket 0", EXCHANGE, 10, 30, 0),
-        Span("bucket 1", EXCHANGE, 20, 40, 0),
-        Span("bucket 2", EXCHANGE, 30, 50, 0),
+        event("forward", 0, 5),
+        event("backward", 5, 95),
+        event("bucket 0 (8 bytes)", 10, 20),
+        event("bucket 1 (8 bytes)", 20, 20),
+        event("bucket 2 (8 bytes)", 30, 20),
+        event("backward", 10, 5, "gpu_user_annotation"),
     ]
-    assert [(row, span.name) for row, span in enumerate_rows(spans)] == [
-        (0, "backward"),
-        (1, "bucket 0"),
-        (2, "bucket 1"),
-        (1, "bucket 2"),
+    rows = [(each["name"].partition(" (")[0], each["tid"]) for each in drawn(chrome_events([rank_trace(0, *spans)]))]
+    assert rows == [
+        ("forward", 4711),
+        ("backward", 2),
+        ("bucket 0", 3),
+        ("bucket 1", 4),
+        ("bucket 2", 3),
+        ("backward", 4711),
     ]
 
 
-def test_times_are_microseconds_from_the_first_span_on() -> None:
-    events = chrome_events(
-        [
-            rank_trace(0, [Span("forward", MAIN, 5_000_000, 6_000_000, 3)]),
-            rank_trace(1, [Span("forward", MAIN, 4_500_000, 7_000_000, 3, {"bytes": 8})]),
-        ]
-    )
-    assert [(event["pid"], event["ts"], event["dur"]) for event in drawn(events)] == [(0, 500, 1000), (1, 0, 2500)]
-    assert drawn(events)[1]["args"] == {"step": 3, "bytes": 8}
+def test_times_are_microseconds_from_the_first_event_on() -> None:
+    ranks = [
+        rank_trace(0, event("forward", 5_000, 1_000), base_ns=1_000_000),
+        rank_trace(1, event("forward", 500, 2_500, id=7), base_ns=5_000_000),
+    ]
+    events = drawn(chrome_events(ranks))
+    assert [(each["pid"], each["ts"], each["dur"]) for each in events] == [(0, 500, 1000), (1, 0, 2500)]
+    assert events[1]["id"] == "1.7"
 
 
 def test_hosts_with_other_clocks_are_lined_up_by_the_moment_at_which_all_met() -> None:
-    events = chrome_events(
-        [
-            rank_trace(0, [Span("forward", MAIN, 1_000, 2_000, 0)], clock="a", meeting_ns=9_000),
-            rank_trace(1, [Span("forward", MAIN, 501_000, 502_000, 0)], clock="b", meeting_ns=509_000),
-        ]
-    )
-    assert [event["ts"] for event in drawn(events)] == [0, 0]
+    ranks = [
+        rank_trace(0, event("forward", 1, 1), clock="a", meeting_ns=9_000),
+        rank_trace(1, event("forward", 501, 1), clock="b", meeting_ns=509_000),
+    ]
+    assert [each["ts"] for each in drawn(chrome_events(ranks))] == [0, 0]
+
+
+def test_shares_are_sums_over_the_events_of_the_device_where_there_are_some() -> None:
+    spans = [
+        event("ProfilerStep#1", 0, 400),
+        event("ProfilerStep#2", 400, 400),
+        event("forward", 0, 100),
+        event("backward", 100, 200),
+        event("bucket 0 (8 bytes)", 200, 80),
+        event("bucket 1 (8 bytes)", 250, 100),
+        event("Optimizer.step#Outer.step", 350, 50),
+        event("Optimizer.step#SGD.step", 360, 20),
+        event("Optimizer.step#SGD.step", 500, 40, "gpu_user_annotation"),
+        event("ProfilerStep#1", 0, 10, "gpu_user_annotation"),
+    ]
+    (shares,) = (_shares(rank_trace(0, *spans)),)
+    used = [shares.forward, shares.backward, shares.exchange, shares.exposed, shares.optimizer]
+    assert shares.steps == 2
+    assert [round(seconds * 2e6) for seconds in used] == [100, 200, 150, 50, 40]
+    assert "67% of it behind backward" in str(shares)
 
 
 def test_one_process_is_traced_without_a_process_group(tmp_path: Path) -> None:
-    with photinus.trace(tmp_path / "trace.json") as trace, recorded_span("data"):
+    with photinus.trace(tmp_path / "trace.json") as trace, span("data"):
         pass
     assert drawn(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == []  # no step was made
     assert "no step was recorded" in str(trace)
@@ -97,18 +117,26 @@ def test_a_trace_inside_a_trace_is_refused_and_the_outer_one_goes_on(tmp_path: P
         with pytest.raises(RuntimeError, match="a trace is on in this process"):
             with photinus.trace(tmp_path / "inner.json"):
                 pass
-        assert current_recording(any_step=True) is not None
-    assert current_recording(any_step=True) is None
+        assert is_followed()
+    assert not is_followed()
     assert not (tmp_path / "inner.json").exists()
 
 
-def test_a_trace_that_ends_watches_no_steps(tmp_path: Path) -> None:
-    before = optimizer_steps._present()
+def test_a_trace_beside_a_profiler_is_refused(tmp_path: Path) -> None:
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match=r"a torch.profiler is on in this process"):
+        photinus.trace(tmp_path / "trace.json").__enter__()
+    assert not is_followed()
+
+
+def test_after_an_error_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
+    hung = SimpleNamespace(now=lambda: SimpleNamespace(passed=False))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(tracing, "clock_of", lambda device: hung)
+    monkeypatch.setattr(tracing, "_DEVICE_LIMIT_S", 0.05)
     trace = photinus.trace(tmp_path / "trace.json")
-    trace.__enter__()
-    assert optimizer_steps._present() == [*before, trace]
-    trace.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-    assert optimizer_steps._present() == before
+    trace._profile = SimpleNamespace(start=lambda: None, step=None, stop=lambda: pytest.fail("it waits"))  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError), trace:
+        raise ZeroDivisionError
     assert (tmp_path / "trace.json").exists()
 
 
@@ -128,4 +156,4 @@ def test_an_optimizer_outside_of_any_step_is_not_recorded(tmp_path: Path) -> Non
     parameter.grad = torch.ones(1)
     with photinus.trace(tmp_path / "trace.json") as trace:
         torch.optim.SGD([parameter], lr=0.1).step()
-    assert trace.ranks[0].spans == []
+    assert drawn(trace.ranks[0].events) == []

@@ -29,7 +29,7 @@ from ..errors import PhotinusError
 from ..job import status
 from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON, check_alike, together
-from ..parallel.tracing.recording import recorded_span
+from ..parallel.tracing.spans import span
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from .averages import Average
@@ -588,7 +588,7 @@ class Loop:
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         """The epoch's next batch; None after the last."""
         self._clock.other_ended()
-        with recorded_span("data"):
+        with span("data"):
             batch = next(batches, None)
         self._clock.data_came()
         return batch

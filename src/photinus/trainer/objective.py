@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
 from ..parallel.exchange.agreement import gather_per_rank
-from ..parallel.tracing.device_clock import Moment, clock_of, is_past
+from ..parallel.tracing.device_clock import Moment, clock_of
 from .checkpoint.states import unwrap
 from .forwards import evaluating
 
@@ -130,13 +130,13 @@ class _LateCount:
 
     def __init__(self, message: str) -> None:
         self._message = message
-        self._counts: deque[tuple[Tensor, int, int | Moment]] = deque()
+        self._counts: deque[tuple[Tensor, int, Moment | None]] = deque()
 
     def add(self, counted: Tensor, targets: int) -> None:
         """Look at this count as soon as it is there. Raises ValueError for one before that differs."""
         count, clock = counted.to("cpu", non_blocking=True), clock_of(counted.device)
-        self._counts.append((count, targets, clock.now() if clock else 0))
-        while self._counts and is_past(self._counts[0][2]):
+        self._counts.append((count, targets, clock.now() if clock else None))
+        while self._counts and ((moment := self._counts[0][2]) is None or moment.passed):
             found, of, _ = self._counts.popleft()
             if found != of:
                 numbers = {"counted": float(found), "left_out": f"{of - float(found):g}", "all": of}

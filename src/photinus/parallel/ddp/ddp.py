@@ -33,6 +33,7 @@ from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.rank_facts import StepDigests
 from ..reducer.reducer import Reducer
+from ..tracing import spans
 from .buffer_sync import BufferSync
 from .checks import (
     buffer_sync_options,
@@ -337,11 +338,12 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self.require_forward_param_sync = self.syncs
         if self.syncs:
             self.reducer.timeline.forward_began()
+            spans.forward_began()
             self.reducer.rebuild_buckets()
             self._sync_buffers()
 
     def _end_forward(self, output: object) -> None:
-        self.reducer.timeline.forward_ended(output)
+        spans.forward_ended(output)
         if not self.reducer.active:
             return
         if self.static_graph:

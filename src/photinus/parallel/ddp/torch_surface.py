@@ -268,9 +268,9 @@ class TorchSurface(Joinable):
             "master_port": os.environ.get("MASTER_PORT", "N/A"),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", "N/A"),
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.arrival_order)),
-            **timeline.last,
-            **timeline.averages,
         }
+        if self.device.type == "cpu":  # of a GPU the host's clock knows when things were queued only
+            data |= {**timeline.last, **timeline.averages}
         if reducer.has_rebuilt_buckets:
             data["rebuilt_bucket_sizes"] = sizes
             data["rebuilt_per_bucket_param_indices"] = ", ".join(

@@ -11,6 +11,6 @@ reducer            averages gradients over the ranks while backward is still com
 round_errors       what went wrong with a backward: gradients that are missing, or not finite
 sparse_gradients   averages of sparse gradients, by dense collectives only
 streams            streams of a GPU, as far as a reducer has to know of them
-timeline           when forward, backward and exchange of each iteration began and ended, as this process saw it
+timeline           when forward, backward and exchange of an iteration began and ended, for torch's logging data
 used_parameters    which parameters got a gradient, on how many ranks, and whether these are always the same
 """

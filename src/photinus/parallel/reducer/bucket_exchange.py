@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,10 @@ class _CopyBack:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
+
+    def get_future(self) -> Any:
+        """That of the exchange, which a profiler shows."""
+        return cast(Any, self._work).get_future()
 
 
 class GradBucket:
@@ -153,6 +157,10 @@ class _HookWork:
         self._future = future
         self._bucket = bucket
         self._hook = hook
+
+    def get_future(self) -> Any:
+        """The hook's, which a profiler shows."""
+        return self._future
 
     @torch.no_grad()
     def wait(self) -> object:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.collectives import Average, allocate
+from ..tracing.spans import until_done
 from .bucket_exchange import BucketExchange
 from .buckets import ALIGNMENT_BYTES, BucketPlan, assign_buckets
 from .gradient_memory import Bucket, Slot, bring_home
@@ -166,12 +167,12 @@ class BucketLauncher:
         if bucket.arriving:
             self.bring_home(bucket.arriving)
             bucket.arriving.clear()
-        began = self._timeline.exchange_began()
+        self._timeline.note("exchange")
         if self._guard is not None:
             # What was found before travels with the last bucket, which is the only one with room for it.
             self._guard.watch(bucket, status_of(self.tail) if self.all_launched else None)
-        bucket.work = self.exchange.start(bucket)
-        self._timeline.bucket_launched(began, bucket)
+        name = f"bucket {bucket.index} ({bucket.flat.nbytes} bytes)"
+        bucket.work = until_done(name, lambda: self.exchange.start(bucket))
 
     def reset(self) -> None:
         """For the next round."""

@@ -41,7 +41,7 @@ from ...process_memory import PER_GRADIENTS, keep_freed_memory
 from ...waiting_time import waiting_time
 from ..exchange.collectives import Average, Pending, wait_all
 from ..exchange.tensors import tensors_in
-from ..tracing.device_clock import clock_of
+from ..tracing.spans import span
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_launcher import BucketLauncher
 from .buckets import BucketPlan
@@ -95,7 +95,7 @@ class Reducer:
         self.world_size = group.size()
         self.device = parameters[0][1].device
         self.average = Average(group, self.device)
-        self.timeline = Timeline(device_clock=clock_of(self.device))
+        self.timeline = Timeline()
         self._streams = streams_of(self.device)
         self.after_exchange: list[Callable[[Bucket], None]] = []
         self.with_gradients: Callable[[], Pending | None] = lambda: None
@@ -438,7 +438,7 @@ class Reducer:
                 self._came_late = slot if self._closed_inside else None
                 if waiting_time.on and self.device.type != "cpu":
                     waiting_time.lend_thread()
-                self.timeline.backward_began()
+                self.timeline.note("backward")
                 if not self.options.gradients_are_views:
                     for bucket in self.buckets:
                         bucket.make_writable()
@@ -523,7 +523,7 @@ class Reducer:
         """
         learning = self.static_graph is not None and not self.static_graph.learned
         failed = interrupted or (bool(missing) and not (self.find_unused_parameters or learning))
-        self.timeline.backward_ended()
+        self.timeline.note("backward_end")
         try:
             for slot in missing:
                 self._count_absent(slot)
@@ -548,17 +548,19 @@ class Reducer:
             late = self._guard is not None or bool(self._launcher.with_graph) or any(s.absent for s in self.slots)
             early = bool(self.after_exchange) and not failed and pending is None and not late
             began = waiting_time.begin() if waiting_time.on else 0
-            works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
-            wait_all(works, self._run_after_exchange if early else None)
-            futures, self.post_backward_futures = self.post_backward_futures, []
-            for future in futures:
-                future.wait()
-            if pending is not None:
-                self.usage.finish(pending)
-            facts = self.facts.exchange(self.rounds) if tail is None else tail
+            with span("wait for averages"):
+                works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
+                wait_all(works, self._run_after_exchange if early else None)
+                futures, self.post_backward_futures = self.post_backward_futures, []
+                for future in futures:
+                    future.wait()
+                if pending is not None:
+                    self.usage.finish(pending)
+                facts = self.facts.exchange(self.rounds) if tail is None else tail
             if began:
                 waiting_time.end(began)
-            self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
+            self.timeline.note("exchange_end")
+            self.timeline.buckets_exchanged = sum(not bucket.skipped for bucket in self.buckets)
             if not failed:
                 self._deliver(sparse)
                 if self.facts.steps is not None:

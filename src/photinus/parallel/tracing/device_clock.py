@@ -1,12 +1,11 @@
 """Time on a GPU: when its stream comes by a place, not when Python does.
 
 Python queues kernels and runs ahead; its clock says nothing about how long they take. An event that is queued between
-them does. A `Moment` is such an event; what lies between two is known once the device has come by both.
+them does. A `Moment` is such an event; the time between two is known when the device has passed both.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,30 +22,19 @@ class DeviceClock:
 
     def __init__(self, record: Callable[[], Any]) -> None:
         self._record = record
-        self._base: tuple[Any, int] | None = None
 
     def now(self) -> Moment:
         """The moment at which the device is done with what was queued so far. Does not wait for it."""
-        return Moment(self._record(), self._base)
-
-    def align(self) -> None:
-        """Moments made from now on know their place on the host's clock (`ns_of`). Waits for the device, once.
-
-        To be called anew before each measurement: events tell spans in float32, to 0.1 us after 1 s, 8 us after 100 s.
-        """
-        event = self._record()
-        event.synchronize()
-        self._base = (event, time.perf_counter_ns())
+        return Moment(self._record())
 
 
 class Moment:
     """A place in a device's stream."""
 
-    __slots__ = ("_base", "_event")
+    __slots__ = ("_event",)
 
-    def __init__(self, event: Any, base: tuple[Any, int] | None) -> None:
+    def __init__(self, event: Any) -> None:
         self._event = event
-        self._base = base
 
     @property
     def passed(self) -> bool:
@@ -54,18 +42,12 @@ class Moment:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Blocks until the device has come by."""
+        """Blocks until the device has passed it."""
         self._event.synchronize()
 
     def since(self, earlier: Moment) -> int:
         """Nanoseconds of the device from that moment to this one. Both must have passed."""
         return int(earlier._event.elapsed_time(self._event) * 1e6)
-
-    def ns(self) -> int:
-        """This moment on the clock of `time.perf_counter_ns`. Passed it must have, its clock been aligned before."""
-        assert self._base is not None, "DeviceClock.align comes first"
-        event, host_ns = self._base
-        return host_ns + int(event.elapsed_time(self._event) * 1e6)
 
 
 def clock_of(device: torch.device) -> DeviceClock | None:
@@ -79,13 +61,3 @@ def clock_of(device: torch.device) -> DeviceClock | None:
         return event
 
     return DeviceClock(record)
-
-
-def is_past(moment: int | Moment) -> bool:
-    """Return whether a moment of either kind has passed: one of the host's clock always has."""
-    return isinstance(moment, int) or moment.passed
-
-
-def ns_of(moment: int | Moment) -> int:
-    """A moment of either kind on the clock of `time.perf_counter_ns`."""
-    return moment if isinstance(moment, int) else moment.ns()

@@ -1,0 +1,90 @@
+"""Spans that a profiler shows of a training step, beside operators and kernels: forward, backward, each exchange.
+
+Any torch.profiler shows these spans; `photinus.trace` is one that also learns where steps begin. While no profiler is
+on, a span costs one question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from ..exchange.collectives import Pending
+from ..exchange.tensors import tensors_in
+
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""True while a profiler is on."""
+
+_follower: Callable[[], object] | None = None
+_forward: Any = None
+
+
+def follow_steps(call: Callable[[], object] | None) -> None:
+    """`call` is called at the beginning of each step of this process from now on; None ends that."""
+    global _follower
+    _follower = call
+
+
+def is_followed() -> bool:
+    """Return whether somebody follows the steps of this process."""
+    return _follower is not None
+
+
+def span(name: str) -> contextlib.AbstractContextManager[object]:
+    """A profiler shows the block as `name`."""
+    return record_function(name) if profiler_is_on() else contextlib.nullcontext()
+
+
+def forward_began() -> None:
+    """A forward that an exchange will follow begins, and with it a step, which lasts until the next one."""
+    global _forward
+    if _follower is not None:
+        _follower()
+    _forward = span("forward")
+    _forward.__enter__()
+
+
+def forward_ended(outputs: object) -> None:
+    """The forward has returned these outputs; a profiler shows the backward that comes by them."""
+    global _forward
+    began, _forward = _forward, None
+    if began is not None:
+        began.__exit__(None, None, None)
+    if not profiler_is_on():
+        return
+    begun: list[Any] = []
+
+    def reached(gradient: torch.Tensor) -> None:
+        # A backward that comes by several outputs is one backward.
+        if not begun:
+            begun.append(span("backward"))
+            begun[0].__enter__()
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def ended() -> None:
+        # With an exchange, its callback was queued later and has not run yet: backward is over now.
+        begun.pop().__exit__(None, None, None)
+
+    tensor: Any
+    for tensor in tensors_in(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(reached)
+
+
+def until_done(name: str, start: Callable[[], Pending]) -> Pending:
+    """Starts an exchange and returns its work. A profiler shows it as `name` until it has ended.
+
+    Of a work without a future (a backend may have none) it shows the start.
+    """
+    if not profiler_is_on():
+        return start()
+    with record_function(name) as event:
+        work: Any = start()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            event._call_end_callbacks_on_future(work.get_future())
+    pending: Pending = work
+    return pending
