@@ -34,15 +34,10 @@ def test_registering_again_changes_nothing() -> None:
 @pytest.mark.seconds
 def test_import_torch_registers_the_backend_without_loading_the_engine() -> None:
     script = """if True:
-        import torch, sys, time
+        import torch, sys
         import torch.distributed as dist
         assert dist.is_backend_available("photinus")
         print([name for name in sys.modules if name.startswith("photinus") and name != "photinus"])
-        started = time.perf_counter()
-        for name in ("photinus", "photinus.backend"):
-            del sys.modules[name]
-        import photinus.backend
-        assert time.perf_counter() - started < 0.05
     """
     assert _run(script) == "['photinus.errors', 'photinus.version', 'photinus.backend.name', 'photinus.backend']\n"
 

@@ -310,7 +310,7 @@ def test_a_host_dials_a_silent_leader_again_until_it_is_reached(monkeypatch: pyt
 
     async def test() -> None:
         leader = PlayedLeader(monkeypatch, {2: unreachable})
-        async with leader.host(heartbeat_timeout_s=0.5) as coming:
+        async with leader.host(heartbeat_timeout_s=1.5) as coming:
             silent = await leader.came.get()
             meeting = asyncio.ensure_future(asyncio.to_thread(coming.meet, lambda: None))
             again = await leader.came.get()

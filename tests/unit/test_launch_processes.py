@@ -298,9 +298,10 @@ def test_a_worker_is_asked_once_and_has_one_grace(tmp_path):
     with workers(tmp_path, text + "while True: time.sleep(100)\n", count=1) as (processes, _, _):
         wait_until((tmp_path / "ready").exists)
         begun = time.monotonic()
-        processes.suspend(0.5)
-        processes.stop(signal.SIGTERM, 1.0)
-        assert 1.0 <= time.monotonic() - begun < 1.5
+        processes.suspend(0.1)
+        processes._asked_at_s -= DEADLINE_S  # as if it had been asked long ago: nothing of the grace is left
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S / 2
         assert (tmp_path / "asked").read_text() == "."
 
 

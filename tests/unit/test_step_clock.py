@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,19 +123,20 @@ def test_a_body_that_was_cut_off_inside_backward_does_not_confuse_the_next(clock
 # -- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_wait_inside_a_wait_counts_once() -> None:
+def test_a_wait_inside_a_wait_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = Time()
+    monkeypatch.setattr("photinus.waiting_time.time", by_hand)
     waits = WaitingTime()
     waits.start()
     outer = waits.begin()
     for _ in range(2):
         inner = waits.begin()
-        time.sleep(0.01)
+        by_hand.now_ms += 10
         waits.end(inner)
-    before = waits.total_ns
-    time.sleep(0.01)
+    assert waits.total_ns == 20e6
+    by_hand.now_ms += 5
     waits.end(outer)
-    assert 20e6 <= before < waits.total_ns
-    assert 30e6 <= waits.total_ns < 300e6
+    assert waits.total_ns == 25e6
 
 
 def test_waits_of_other_threads_do_not_count() -> None:
