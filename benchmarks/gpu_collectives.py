@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests.rank_po
 
 from benchmarks.gpu_results import tell
 from benchmarks.ranks.gpu_rank import COPIES, GPU_ADDS, HOST_COPY
-from photinus.tools.bench.result import size_name
+from photinus.tools.bench import size_name
 from tests.fake_cuda import library
 from tests.gpu.device import FAKE
 from tests.rank_pool import RankError, RankPool

@@ -66,7 +66,7 @@ INSIDE = {
     "parallel": ["exchange", "tracing", "reducer", "ddp", "zero", "strategies"],
     "trainer": ["data", "checkpoint", "session", "record"],
     "run": ["local", "ssh"],
-    "tools": ["view", "doctor", "bench"],
+    "tools": ["view", "doctor"],
 }
 # What a room may not use although it lies below: the launcher only starts processes, and the tools look at them;
 # parallel and trainer speak plain torch.distributed, so that each half of the project is the other's oracle; the engine

@@ -16,18 +16,17 @@ import pytest
 
 from photinus.cli.main import main
 from photinus.errors import UsageError
-from photinus.tools.bench import measure
-from photinus.tools.bench.measure import parser
-from photinus.tools.bench.result import Result, bus_factor, choose, limits, print_table, size_name
-from photinus.tools.doctor import turns
+from photinus.tools import bench
+from photinus.tools.bench import Measurement, bus_factor, choose, limits, parser, print_table, size_name
 from photinus.tools.doctor.plan import COPY, Plan
+from photinus.tools.doctor.rounds import measure
 
 MIB = 1 << 20
 Capture = pytest.CaptureFixture[str]
 
 
-def result(size: int, operation: str = "all_reduce", **microseconds: float) -> Result:
-    return Result(operation, size, "float32", 2, {name: us * 1e-6 for name, us in microseconds.items()})
+def result(size: int, operation: str = "all_reduce", **microseconds: float) -> Measurement:
+    return Measurement(operation, size, "float32", 2, {name: us * 1e-6 for name, us in microseconds.items()})
 
 
 # ---- flags
@@ -173,7 +172,7 @@ def test_no_backend_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.seconds
 def test_ranks_that_get_on_too_slowly_are_ended_at_the_deadline() -> None:
-    found, absent = turns.measure(Plan(("gloo", COPY), (("all_reduce", 4096),), timeout_s=0.01), 2)
+    found, absent = measure(Plan(("gloo", COPY), (("all_reduce", 4096),), timeout_s=0.01), 2)
     assert found == []
     assert absent["gloo"].startswith("no answer within 0.01 s (")
 
@@ -181,11 +180,11 @@ def test_ranks_that_get_on_too_slowly_are_ended_at_the_deadline() -> None:
 @pytest.mark.slow
 def test_a_bench_that_is_killed_leaves_no_rank_and_no_file(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "photinus", "bench", "--nproc-per-node", "2", "--sizes", "16M", "--seconds", "60"]
-    bench = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
     mark = f"TMPDIR={tmp_path}"
     wait_until(lambda: len(running(mark)) >= 4)  # itself, the launcher, and two ranks at least
-    bench.kill()
-    bench.wait()
+    process.kill()
+    process.wait()
     wait_until(lambda: not running(mark))
     assert list(tmp_path.iterdir()) == []
 
@@ -211,6 +210,6 @@ def test_without_torch_it_says_what_it_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: (None, "No module named 'torch'"))
+    monkeypatch.setattr(bench, "ask_torch", lambda timeout_s: (None, "No module named 'torch'"))
     assert main(["bench"]) == 1
     assert "photinus bench needs PyTorch: No module named 'torch'" in capsys.readouterr().err

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from photinus.cli.main import main
-from photinus.tools.bench import measure
-from photinus.tools.bench.measure import keep_choice, parser
-from photinus.tools.bench.result import Result, limits
+from photinus.tools import bench
+from photinus.tools.bench import Measurement, keep_choice, limits, parser
 from photinus.tools.doctor.backend_rank import through_host
 from photinus.tools.doctor.plan import COPY, Plan
 from photinus.verdict import Setting, driver_version, look_up_verdict
@@ -28,8 +27,8 @@ CUDA = parser().parse(["--device", "cuda"])
 ALL = ("photinus", "gloo", "nccl")
 
 
-def result(size: int = 16 * MIB, operation: str = "all_reduce", ranks: int = 2, **milliseconds: float) -> Result:
-    return Result(operation, size, "float32", ranks, {name: ms * 1e-3 for name, ms in milliseconds.items()})
+def result(size: int = 16 * MIB, operation: str = "all_reduce", ranks: int = 2, **milliseconds: float) -> Measurement:
+    return Measurement(operation, size, "float32", ranks, {name: ms * 1e-3 for name, ms in milliseconds.items()})
 
 
 # ---- what copies are, and what they tell
@@ -89,7 +88,7 @@ def test_the_choice_is_kept_for_these_gpus_and_ranks() -> None:
     ],
 )
 def test_what_does_not_tell_is_not_kept_and_says_why(
-    cache: Path, options: Namespace, results: list[Result], facts: dict[str, Any], told: str
+    cache: Path, options: Namespace, results: list[Measurement], facts: dict[str, Any], told: str
 ) -> None:
     line = keep_choice(options, ALL, results, facts, "gloo", "faster")
     assert told in line
@@ -114,8 +113,8 @@ def test_the_command_measures_chooses_and_keeps(
         found = [{name: 1e-5 + size / rate for name, rate in rates.items()} for _, size in plan.calls]
         return found, {"gloo": "rank 1 ended"}
 
-    monkeypatch.setattr(measure, "measure", measured)
-    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: (FACTS, ""))
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr(bench, "ask_torch", lambda timeout_s: (FACTS, ""))
     assert main(["bench", "--device", "cuda"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "gloo: did not take part: rank 1 ended" in shown
@@ -130,6 +129,6 @@ def test_the_command_measures_chooses_and_keeps(
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: ({**FACTS, "gpus": []}, ""))
+    monkeypatch.setattr(bench, "ask_torch", lambda timeout_s: ({**FACTS, "gpus": []}, ""))
     assert main(["bench", "--device", "cuda"]) == 2
     assert "torch sees no GPU here. `photinus doctor` shows the reason." in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from photinus.cli.main import main
 from photinus.tools.doctor.host_rank import rounds
 from photinus.tools.doctor.hosts import Pair, judge, print_pairs, troubles_of
-from photinus.tools.doctor.plan import JobOutput, tell
+from photinus.tools.doctor.plan import JobOutput, send
 
 FACTS = {"photinus": "1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cores": 2, "clock_ahead_s": 0.2, "bad": []}
 
@@ -50,7 +50,7 @@ def test_two_names_of_this_host_are_examined_as_two_hosts_without_ssh(capsys):
 def test_what_ranks_tell_is_found_between_other_output_however_it_is_cut(capsys):
     heard = []
     said = JobOutput(heard.append)
-    tell(rank=1, cores=4)
+    send(rank=1, cores=4)
     for letter in f"photinus: 2 hosts\n[1] {capsys.readouterr().out}more\n":
         said.write(letter)
     assert heard == [{"rank": 1, "cores": 4}]

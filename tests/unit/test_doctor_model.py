@@ -13,14 +13,14 @@ import torch
 
 from photinus.cli.main import main
 from photinus.tools.doctor import model_rank
-from photinus.tools.doctor.model import Row, _between_hosts, batch_value, exposed_s, verdict
+from photinus.tools.doctor.model import StepRow, _between_hosts, batch_value, exposed_s, verdict
 from photinus.tools.doctor.model_rank import Times, Trial
 
 ALONE = Times(0.1, 0.1, 0.0, 0.0, 8 << 20, 2 << 20, "AdamW", "cpu", {32: (0.055, 0.035), 64: (0.1, 0.06)})
 
 
 def said(step_s: float, compute_s: float, alone: Times = ALONE) -> str:
-    rows = [Row(1, 64, alone.step_s, alone.compute_s, "measured"), Row(2, 32, step_s, compute_s, "measured")]
+    rows = [StepRow(1, 64, alone.step_s, alone.compute_s, "measured"), StepRow(2, 32, step_s, compute_s, "measured")]
     return " ".join(verdict(alone, rows, 64, cores=2, gpus=0))
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "run": ("photinus.cli.run", "start a script on all devices of this host; restart on failure"),
     "new": ("photinus.cli.new", "create a small project to start from"),
     "doctor": ("photinus.tools.doctor.examine", "check what works on this machine"),
-    "bench": ("photinus.tools.bench.measure", "measure collectives over each backend, and what limits them"),
+    "bench": ("photinus.tools.bench", "measure collectives over each backend, and what limits them"),
     "top": ("photinus.tools.view.top", "show a run while it trains: progress, loss, where the time goes"),
     "report": ("photinus.tools.view.report", "write one HTML page about a run, or several to compare"),
     "export": ("photinus.compat.export", "write a run's weights as a safetensors file"),

@@ -2,5 +2,5 @@
 
 view/    `photinus top` and `photinus report`
 doctor/  `photinus doctor`: what works here, found by trying it
-bench/   `photinus bench`: how fast collectives are here
+bench    `photinus bench`: how fast collectives are here
 """

@@ -1,8 +1,8 @@
 """`photinus doctor`: what works on this machine, found by trying it.
 
 finding       what one look found; all of it as the user sees it, by section
-plan          what a command asks of the ranks that it starts, and what it hears of them
-turns         backends measured in turn, in the same ranks, which `photinus.launch` starts
+plan          plans of measurements for the ranks that a command starts, and the messages that they send back
+rounds        backends measured in rounds, in the same ranks, which `photinus.launch` starts
 backend_rank  one of these ranks
 host          processors, memory, limits, the engine's needs, the host's own name
 software      Python, torch, the engine: other programs, asked with a deadline; every backend, really tried

@@ -1,6 +1,6 @@
-"""A rank in which backends are measured: makes a group over each, and gives all their turns, round after round.
+"""A rank in which backends are measured: it makes a group over each, and gives all a turn in each round.
 
-So a busy moment of the machine hits all backends alike.
+So a busy moment of the machine slows all backends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveError
-from .plan import COPY, Plan, tell
+from .plan import COPY, Plan, send
 
 _ROUNDS = 3
 # A trial of a fifth of a turn says how many calls a turn has.
@@ -27,43 +27,43 @@ _CHECKED_ELEMS = 4 << 20
 
 def give_turns(plan: Plan) -> list[dict[str, float]]:
     """Return, for each call of the plan, the median over the rounds of the slowest rank's seconds, by contestant."""
-    torch.set_num_threads(1)  # as many ranks as cores is usual, and more threads would wait for each other
+    torch.set_num_threads(1)  # usually there is a rank for each core, and more threads would wait for each other
     gc.disable()  # a collection in one rank would hold up all
-    members: dict[str, _Member] = {}
+    contestants: dict[str, _Contestant] = {}
 
     def begin(*what: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, plan.timeout_s)  # ends the process, see `measure_here`
         if os.environ["RANK"] == "0":
-            tell(begins=[*map(str, what)])
+            send(begins=[*map(str, what)])
 
     def turn(name: str, calls: int) -> float:
         begin(name, *call)
-        # All ranks need the same figure, for they choose the next number of calls by it.
-        seconds = torch.tensor(members[name].run(calls), dtype=torch.float64, device=agreeing)
+        # All ranks choose the next number of calls by this figure, so it is the same on all.
+        seconds = torch.tensor(contestants[name].run(calls), dtype=torch.float64, device=agreeing)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
 
     for name in plan.contestants:
         begin(name, "starts")
-        members[name] = _Member(name, plan)
-    agreeing = members["nccl"].device if plan.contestants[0] == "nccl" else "cpu"  # nccl has no CPU tensors
+        contestants[name] = _Contestant(name, plan)
+    agreeing = contestants["nccl"].device if plan.contestants[0] == "nccl" else "cpu"  # nccl has no CPU tensors
     turn_s, found = plan.seconds / _ROUNDS, []
     for call in plan.calls:
         counts = {}
-        for name, member in members.items():
+        for name, contestant in contestants.items():
             begin(name, *call)
-            member.prepare(*call)
-        for name in members:
+            contestant.prepare(*call)
+        for name in contestants:
             trials = max(1, min(_MOST_TRIALS, int(turn_s * _TRIAL / turn(name, 1))))
             counts[name] = max(2, min(_MOST_CALLS, int(turn_s / turn(name, trials))))
-        rounds = [{name: turn(name, counts[name]) for name in members} for _ in range(_ROUNDS)]
-        found.append({name: statistics.median(times[name] for times in rounds) for name in members})
+        rounds = [{name: turn(name, counts[name]) for name in contestants} for _ in range(_ROUNDS)]
+        found.append({name: statistics.median(times[name] for times in rounds) for name in contestants})
     dist.destroy_process_group()
     return found
 
 
-class _Member:
-    """A contestant in this rank: its group, its tensors, and the call to measure."""
+class _Contestant:
+    """A backend or COPY in this rank: its group, its tensors, and the call to measure."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         self._is_copy, self._dtype = name == COPY, getattr(torch, plan.dtype)
@@ -95,7 +95,7 @@ class _Member:
             self._call = through_host(whole)
             return
         part = zeros(elems if self._is_copy or operation == "all_to_all" else elems // ranks)
-        if operation == "all_reduce" and not self._is_copy:  # a backend that adds wrongly may well be fast
+        if operation == "all_reduce" and not self._is_copy:  # a backend that adds wrongly may be fast
             ones = zeros(min(elems, _CHECKED_ELEMS)).fill_(1)
             dist.all_reduce(ones, group=group)
             if not bool((ones == ranks).all()):
@@ -113,15 +113,15 @@ class _Member:
 
     def run(self, calls: int) -> float:
         """Return the seconds of one call: the mean over `calls`, after a tenth as many to warm up."""
-        settle: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        wait: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         for _ in range(calls // 10 + 1):
             self._call()
-        settle()
+        wait()
         dist.barrier(self._group)
         start = time.perf_counter()
         for _ in range(calls):
             self._call()
-        settle()
+        wait()
         return (time.perf_counter() - start) / calls
 
 

@@ -1,4 +1,4 @@
-"""The rank of `photinus doctor --hosts` on each host: tells what is there, and how well this host reaches the others.
+"""The rank of `photinus doctor --hosts` on each host: sends what is there, and how well this host reaches the others.
 
     python -m photinus.tools.doctor.host_rank TIMEOUT_S        under `photinus run --hostfile`
 
@@ -24,7 +24,7 @@ from ...job.own_address import own_address
 from ...run.local.devices import usable_cores
 from ...version import __version__
 from .host import look_at_host
-from .plan import tell
+from .plan import send
 
 _GROUP_S = 5.0
 _TRANSFERS, _TRANSFER_S = 2, 0.5  # the faster one counts
@@ -42,7 +42,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 def main(timeout_s: float) -> None:
     """Measure as the rank of this host."""
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # nobody handles the signal: it ends this process
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # without a handler, the signal ends this process
     import torch
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -50,7 +50,7 @@ def main(timeout_s: float) -> None:
     os.environ.pop(env.EXPECTED_WORLD_SIZE.name)  # the groups are smaller
     versions = {"photinus": __version__, "python": platform.python_version(), "torch": torch.__version__}
     place = {"address": own_address(socket.gethostname()), "cores": usable_cores(), "clock_s": time.time()}
-    tell(rank=rank, **versions, **place, bad=[asdict(each) for each in look_at_host() if each.state == "bad"])
+    send(rank=rank, **versions, **place, bad=[asdict(each) for each in look_at_host() if each.state == "bad"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for number, pairs in enumerate(rounds(hosts)):
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
@@ -69,13 +69,13 @@ def _try(pair: tuple[int, int], rank: int, store: Any) -> None:
         limit = timedelta(seconds=_GROUP_S)
         dist.init_process_group("photinus", store=store, rank=pair.index(rank), world_size=2, timeout=limit)
         measured = _measure()
-    except Exception as error:  # noqa: BLE001 - it is what there is to say of this pair
+    except Exception as error:  # noqa: BLE001 - any error is the result of this pair
         measured = {"error": str(error).rpartition(" s: ")[2].partition(". ")[0]}
     if rank == pair[0]:
-        tell(pair=pair, **measured)
+        send(pair=pair, **measured)
     if not dist.is_initialized():
-        # torch counts groups, failed ones too, and ranks that have counted otherwise do not meet. Its count ends with
-        # the default group; here, one of this rank alone.
+        # torch numbers the groups of a process, failed ones too, and ranks with different numbers cannot join. The
+        # numbers start over when the default group is destroyed: here, one of this rank alone.
         dist.init_process_group("photinus", store=HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """`photinus doctor --hosts a,b,c`: whether hosts can train together: versions, and every pair tried in both directions.
 
-One rank a host is started as `photinus run --hostfile` starts any job, so what keeps a job from starting is found too.
-The hosts that are to blame for it are left out, and the others start again.
+One rank a host is started as `photinus run --hostfile` starts any job, so causes that keep a job from starting are
+found too. Hosts that cause that are left out, and the others start again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Pair:
-    """One host's way to another: `rtt_s`, there and back (0: not known), or `error`: why there is none."""
+    """A host's connection to another: round trip (0: unknown) and bandwidth, or the error that prevents it."""
 
     source: str
     target: str
@@ -45,18 +45,18 @@ class Pair:
 
 
 def troubles_of(names: Sequence[str], output: str) -> dict[str, str]:
-    """Return why the job failed, by host: the launcher's reasons against hosts, or its last line for all of them.
+    """Return why the job failed, by host: the reason that the launcher prints for a host, or its last line for all.
 
     Args:
-        names: hosts of the job; they meet at the first.
-        output: of the launcher.
+        names: hosts of the job; the rendezvous is at the first.
+        output: output of the launcher.
     """
     found = {}
     for name in names:
         blamed = re.search(rf"\bhost {re.escape(name)}(?:: (?:\w+: )?| (?=\(.*\) was |was ))(.*)", output)
         if blamed is not None:
             found[name] = blamed[1].removesuffix(" Nothing was started.")
-    # A host that reaches no other cannot say so: the others wait for it in vain, and list who is there.
+    # A host that cannot reach the first is not named, but the first lists the hosts that joined.
     here = re.search(r"hosts ready within .*; here: (.*)", output)
     if here is not None and not found:
         absent = [name for name in names if name not in re.split(r"[ (),]+", here[1])]
@@ -74,7 +74,7 @@ def look_at_hosts(
     pairs: list[Pair] = []
     remaining = list(hosts)
 
-    def hear(message: dict[str, Any]) -> None:
+    def receive(message: dict[str, Any]) -> None:
         if "pair" in message:
             source, target = (remaining[rank].name for rank in message.pop("pair"))
             pairs.append(Pair(source, target, **message))
@@ -82,9 +82,9 @@ def look_at_hosts(
             message["clock_ahead_s"] = message.pop("clock_s") - time.time()
             facts[remaining[message.pop("rank")].name] = message
 
-    while remaining:  # a job needs all of its hosts, so those that cannot take part are left out
+    while remaining:  # a job needs all of its hosts, so hosts that cannot take part are left out
         pairs.clear()
-        output = JobOutput(hear)
+        output = JobOutput(receive)
         with contextlib.redirect_stdout(output):
             if _start_ranks(remaining, ssh, ssh_port, timeout_s) == 0:
                 break
@@ -106,11 +106,11 @@ def _start_ranks(hosts: Sequence[Host], ssh: str, ssh_port: int | None, timeout_
 
 
 def judge(facts: Mapping[str, Mapping[str, Any]], troubles: Mapping[str, str], pairs: Sequence[Pair]) -> list[Finding]:
-    """Return what all this means, by host and by pair.
+    """Return findings of hosts and pairs.
 
     Args:
-        facts: what each host said of itself.
-        troubles: why others cannot take part.
+        facts: what the rank on each host sent.
+        troubles: why other hosts cannot take part.
         pairs: both directions of each pair that could be tried.
     """
     findings = [finding for name in facts for finding in _of_host(name, facts)]
@@ -148,7 +148,7 @@ def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]
     ahead_s = own["clock_ahead_s"]
     if abs(ahead_s) > _CLOCK_S:
         value += f"; its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'} (nothing depends on it)"
-    # A patch release of Python changes nothing between ranks; the build of torch (+cpu, +cu126) follows the devices.
+    # Ranks may have different patch releases of Python, and builds of torch (+cpu, +cu126) for different devices.
     for what, of_interest in (("Photinus", r".*"), ("torch", r"[^+]*"), ("Python", r"\d+\.\d+")):
         versions = [re.match(of_interest, each[what.lower()])[0] for each in facts.values()]  # type: ignore[index]
         usual = max(dict.fromkeys(versions), key=versions.count)
@@ -159,7 +159,7 @@ def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]
 
 
 def print_pairs(names: Sequence[str], pairs: Sequence[Pair], width: int) -> None:
-    """Print what was found from each row's host to each column's, with as many columns at once as fit."""
+    """Print a table of connections from the hosts of rows to those of columns, in parts that fit the width."""
     cells = {(name, name): "–" for name in names}
     for pair in pairs:
         trip = f"{pair.rtt_s * 1e3:.2f}" if pair.rtt_s else "?"

@@ -24,8 +24,8 @@ from ...run.local.devices import usable_cores
 from ...runlog.units import size, step_time
 from .model_rank import Times, Trial, measure_model
 from .plan import JobOutput, Plan
+from .rounds import measure
 from .software import ask_engine, ask_torch
-from .turns import measure
 
 COUNTS = (2, 4, 8)
 RATES_GBIT = (1, 10, 100)
@@ -37,7 +37,7 @@ _ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """A step with N ranks: its time, and computing and exchange in it. `how`: "measured" or "predicted"."""
 
     ranks: int
@@ -79,15 +79,15 @@ def examine_model(trial: Trial, *, as_json: bool) -> int:
     gpus, load, cores = len(torch["gpus"]), os.getloadavg()[0], usable_cores()
     here = [n for n in COUNTS if n <= (gpus or max(4, cores)) and n <= trial.samples]
     alone = _train(trial, 1, gpus, COUNTS)
-    rows = [Row(1, trial.samples, alone.step_s, alone.compute_s, "measured")]
+    rows = [StepRow(1, trial.samples, alone.step_s, alone.compute_s, "measured")]
     for ranks in here:
         times = _train(trial, ranks, gpus)
-        rows.append(Row(ranks, trial.samples // ranks, times.step_s, times.compute_s, "measured"))
+        rows.append(StepRow(ranks, trial.samples // ranks, times.step_s, times.compute_s, "measured"))
     for ranks in (n for n in COUNTS if gpus and n > gpus and n <= trial.samples):
         found, _ = measure(Plan((trial.backend,), (("all_reduce", alone.gradient_bytes),)), ranks)
         rows.append(_predict(alone, ranks, trial.samples, found[0][trial.backend] if found else 0.0))
     counts = [n for n in COUNTS if n <= trial.samples]
-    hosts: dict[int, list[Row]] = {}
+    hosts: dict[int, list[StepRow]] = {}
     for rate in RATES_GBIT:
         exchanges_s = [_between_hosts(alone.gradient_bytes, n, rate, trial.timeout_s) for n in counts]
         bucket_bytes = min(_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, _BUCKET_S * rate / 8e-9))
@@ -115,11 +115,11 @@ def _train(trial: Trial, ranks: int, gpus: int, divisors: tuple[int, ...] = ()) 
         raise LaunchError(f"{error}\n{output.rest.rstrip()}".rstrip(), exit_code=error.exit_code) from None
 
 
-def _predict(alone: Times, ranks: int, samples: int, exchange_s: float, bucket_bytes: float = _BUCKET_BYTES) -> Row:
+def _predict(alone: Times, ranks: int, samples: int, exchange_s: float, bucket_bytes: float = _BUCKET_BYTES) -> StepRow:
     share = max(1, samples // ranks)
     compute_s, backward_s = alone.shares[share]
     step_s = compute_s + exposed_s(exchange_s, backward_s, alone.gradient_bytes, bucket_bytes)
-    return Row(ranks, share, step_s, compute_s, "predicted")
+    return StepRow(ranks, share, step_s, compute_s, "predicted")
 
 
 def _between_hosts(gradient_bytes: int, hosts: int, rate_gbit: float, timeout_s: float) -> float:
@@ -132,7 +132,7 @@ def _between_hosts(gradient_bytes: int, hosts: int, rate_gbit: float, timeout_s:
     return float(answer["explained"][1][0]["seconds"])
 
 
-def verdict(alone: Times, rows: Sequence[Row], samples: int, cores: int, gpus: int) -> list[str]:
+def verdict(alone: Times, rows: Sequence[StepRow], samples: int, cores: int, gpus: int) -> list[str]:
     """Return sentences: whether two ranks pay, what binds, and what would help."""
     if len(rows) < 2:
         return [f"A batch of {samples} cannot be split. Give a larger one: --batch."]
@@ -169,7 +169,7 @@ def verdict(alone: Times, rows: Sequence[Row], samples: int, cores: int, gpus: i
     return [f"{begin}. The cause is {why}.", *lines]
 
 
-def _show(trial: Trial, alone: Times, rows: list[Row], hosts: dict[int, list[Row]], lines: list[str]) -> None:
+def _show(trial: Trial, alone: Times, rows: list[StepRow], hosts: dict[int, list[StepRow]], lines: list[str]) -> None:
     width = min(100, shutil.get_terminal_size().columns)
     head = f"{trial.model}: {alone.parameters:,} parameters, {size(alone.gradient_bytes)} of gradients; "
     head += f"batch {trial.samples}, {alone.optimizer}, backend {trial.backend}, on {alone.device}"
@@ -189,9 +189,9 @@ def _show(trial: Trial, alone: Times, rows: list[Row], hosts: dict[int, list[Row
 
 
 def _as_json(
-    trial: Trial, alone: Times, rows: list[Row], hosts: dict[int, list[Row]], lines: list[str]
+    trial: Trial, alone: Times, rows: list[StepRow], hosts: dict[int, list[StepRow]], lines: list[str]
 ) -> dict[str, Any]:
-    def figures(row: Row) -> dict[str, Any]:
+    def figures(row: StepRow) -> dict[str, Any]:
         return {**vars(row), "exchange_s": row.exchange_s, "speed_up": rows[0].step_s / row.step_s}
 
     of_model = {

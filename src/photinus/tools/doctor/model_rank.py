@@ -1,4 +1,4 @@
-"""A rank that trains a user's model for a moment: the time of a step, of its computing, and of the exchange alone."""
+"""A rank that trains a user's model for some seconds: times of a step, of its computing, and of the exchange alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the slowest rank; `shares`: by number of samples, computing alone in one rank, and its backward."""
+    """Seconds of the slowest rank.
+
+    Attributes:
+        shares: for each number of samples: seconds of computing on one rank, without exchange, and of its backward.
+    """
 
     step_s: float
     compute_s: float
@@ -55,8 +59,8 @@ class Times:
 
 
 def measure_model(trial: Trial, divisors: tuple[int, ...] = ()) -> Times:
-    """Measure as one of the ranks; `divisors`: measure computing too with this part of the samples, on one rank."""
-    signal.setitimer(signal.ITIMER_REAL, trial.timeout_s)  # nobody handles it, so it ends a rank in C++ too
+    """Measure as one of the ranks, and computing also with a part of the samples for each of `divisors`."""
+    signal.setitimer(signal.ITIMER_REAL, trial.timeout_s)  # without a handler it ends a rank in C++ too
     import torch
     import torch.distributed as dist
 
@@ -78,7 +82,7 @@ def measure_model(trial: Trial, divisors: tuple[int, ...] = ()) -> Times:
         return float(agreed)
 
     def timed(call: Callable[[], float]) -> tuple[float, float]:
-        """Return the seconds of a call, the median over rounds of the slowest rank's mean; and of the part it times."""
+        """Return the median over rounds of the slowest rank's seconds of a call; and of the part that it times."""
 
         def turn(calls: int) -> tuple[float, float]:
             dist.barrier()
@@ -110,12 +114,12 @@ def measure_model(trial: Trial, divisors: tuple[int, ...] = ()) -> Times:
 
         return step
 
-    mine = max(1, trial.samples // ranks)
-    shares = {part: timed(step_of(model, part)) for d in divisors if (part := max(1, trial.samples // d)) != mine}
+    share = max(1, trial.samples // ranks)
+    shares = {part: timed(step_of(model, part)) for d in divisors if (part := max(1, trial.samples // d)) != share}
     began = time.perf_counter()
-    _make_batch(trial, mine, torch.device("cpu"))
+    _make_batch(trial, share, torch.device("cpu"))
     data_s = slowest(time.perf_counter() - began)
-    shares[mine] = timed(step_of(model, mine))
+    shares[share] = timed(step_of(model, share))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.zeros(sum(p.numel() for p in trained), dtype=trained[0].dtype, device=device)
     exchange_s = step_s = 0.0
@@ -126,11 +130,11 @@ def measure_model(trial: Trial, divisors: tuple[int, ...] = ()) -> Times:
             return 0.0
 
         exchange_s = timed(exchange)[0]
-        step_s = timed(step_of(DistributedDataParallel(model), mine))[0]
+        step_s = timed(step_of(DistributedDataParallel(model), share))[0]
     dist.destroy_process_group()
     return Times(
-        step_s or shares[mine][0],
-        shares[mine][0],
+        step_s or shares[share][0],
+        shares[share][0],
         exchange_s,
         data_s,
         gradients.nbytes,

@@ -1,4 +1,4 @@
-"""The questions of a command to the ranks that it starts, and their answers."""
+"""Plans of measurements for the ranks that a command starts, and the messages that these ranks send back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 COPY = "copy"
-"""Not a backend. All ranks copy their tensors at once: within memory, or from the GPU to the host and back. No
-all_reduce can be much faster."""
-_MARK = "\x00told: "  # libraries print on the same stream, and the launcher puts a rank's number in front of a line
+"""Not a backend. All ranks copy their tensors at the same time: within memory, or from the GPU to the host and back. An
+all_reduce cannot be much faster."""
+_MARK = "\x00message: "  # libraries print on the same stream, and the launcher puts a rank's number in front of a line
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,25 @@ class Plan:
     timeout_s: float = 120.0
 
 
-def tell(**facts: Any) -> None:
+def send(**facts: Any) -> None:
     """Send facts from a rank to the command's `JobOutput`."""
     print(_MARK + json.dumps(facts), flush=True)
 
 
 class JobOutput(io.StringIO):
-    """Output of a job, in place of sys.stdout: `hear` gets what ranks `tell`, and all other lines are in `rest`."""
+    """Output of a job, in place of sys.stdout.
 
-    def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
+    Args:
+        receive: called with the facts that ranks `send`.
+
+    Attributes:
+        rest: all other lines.
+    """
+
+    def __init__(self, receive: Callable[[dict[str, Any]], None]) -> None:
         super().__init__()
         self.rest = ""
-        self._hear, self._open = hear, ""
+        self._receive, self._open = receive, ""
 
     def write(self, text: str) -> int:
         """Take the next piece of output, which may end anywhere in a line."""
@@ -52,7 +59,7 @@ class JobOutput(io.StringIO):
         for line in lines:
             _, mark, message = line.partition(_MARK)
             if mark:
-                self._hear(json.loads(message))
+                self._receive(json.loads(message))
             else:
                 self.rest += line.removeprefix("photinus: ") + "\n"
         return len(text)

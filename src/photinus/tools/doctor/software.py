@@ -15,7 +15,7 @@ from ...runlog.units import bandwidth
 from ...version import OLDEST, __version__, is_too_old
 from .finding import LATE, Finding, assess
 from .plan import Plan
-from .turns import measure
+from .rounds import measure
 
 _SECTION = "Software"
 
