@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fork_server import REPOSITORY
+from tests.worker_processes import rank_of
 
 KILLS = 20
 EPOCHS = 4
@@ -41,11 +41,10 @@ def _workers(out: Path) -> dict[int, int]:
         try:
             if str(out).encode() not in (process / "cmdline").read_bytes():
                 continue
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", (process / "environ").read_bytes())
         except OSError:  # it has ended meanwhile
             continue
-        if rank:
-            found[int(rank[1])] = int(process.name)
+        if (rank := rank_of(int(process.name))) is not None:
+            found[rank] = int(process.name)
     return found
 
 

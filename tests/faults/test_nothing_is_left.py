@@ -43,7 +43,7 @@ with photinus.init("photinus", seed=1) as world:
 """
 DEADLINE_S, GONE_WITHIN_S = 300.0, 20.0
 TORCHS = {"torchinductor_root"}  # its cache
-WHOM = ("a worker", "a worker", "both workers", "launcher", "warm process", "writer", "store", "guard")
+WHOM = ("a worker", "a worker", "both workers", "launcher", "fork server", "writer", "store", "guard")
 
 
 class Job:
@@ -87,7 +87,7 @@ class Job:
         workers = []
         with suppress(OSError):
             workers = [int(line) for line in (self.folder / "pids").read_text().split()[-2:]]
-        marks = {"warm process": "photinus-warm", "writer": "writer_process", "store": "local.store"}
+        marks = {"fork server": "photinus-fork", "writer": "writer_process", "store": "photinus-store"}
         if whom == "launcher":
             pids = [self.launcher.pid]
         elif whom == "guard":

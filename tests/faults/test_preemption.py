@@ -27,6 +27,7 @@ from tests.faults.test_run_end import alive
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
 from tests.small_run import QUIET, train
+from tests.worker_processes import rank_of
 
 RUN = {"batch_size": 12, "samples": 60, "epochs": 2}  # 5 steps an epoch
 LONG = {**RUN, "epochs": 60}
@@ -173,9 +174,8 @@ def workers(launcher: int) -> dict[int, int]:
     """Pids of a launcher's workers by rank."""
     found = {}
     for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
-        rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-        if rank:
-            found[int(rank[1])] = pid
+        if (rank := rank_of(pid)) is not None:
+            found[rank] = pid
     return found
 
 

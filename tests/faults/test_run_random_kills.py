@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from photinus import env
 from tests.dist.test_run import DEADLINE_S, RunningJob, script
 from tests.dist.test_run_hosts import free_port
+from tests.worker_processes import rank_of
 
 pytestmark = pytest.mark.slow
 MARK = "PHOTINUS_TEST_MARK"
@@ -52,16 +52,8 @@ def marked(mark: str) -> dict[int, dict[str, str]]:
 
 def workers(mark: str) -> dict[int, int]:
     """Rank by pid of the workers that run."""
-    found = {}
-    for pid, environ in marked(mark).items():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        # The process that workers are forked from looks like one at its start, but has no file for its status.
-        if b"run/local/worker.py" in words and environ.get(env.WORKER_FILES.name, "").startswith("/proc/"):
-            found[pid] = int(environ["RANK"])
-    return found
+    ranks = {pid: rank_of(pid) for pid in marked(mark)}
+    return {pid: rank for pid, rank in ranks.items() if rank is not None}
 
 
 def kill(pid: int) -> None:

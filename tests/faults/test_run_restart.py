@@ -268,7 +268,7 @@ def store_of(job: RunningJob) -> int:
     while time.monotonic() < deadline:
         for pid in descendants(job.process.pid):
             with suppress(OSError):
-                if b"photinus.run.local.store" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                if Path(f"/proc/{pid}/comm").read_text() == "photinus-store\n":
                     return pid
         time.sleep(0.005)
     raise AssertionError("no process holds a store")

@@ -134,10 +134,9 @@ class Launcher:
         else:
             self._reads, out = os.pipe()
             self.ends = [out, os.dup(out)]
-        self.output = Output(stdout=self.ends[0], stderr=self.ends[1])
         logs = plan("--log-dir", str(folder), *words)
         logs.base = folder.parent
-        self.output.log_to(logs)
+        self.output = Output(logs, stdout=self.ends[0], stderr=self.ends[1])
         self.output._log_folder = folder
         self.output.begin_attempt(0, folder.name)
         self.shown = b""

@@ -18,7 +18,8 @@ class Pipes:
     def __init__(self, *, same: bool) -> None:
         self.read_out, self.out = os.pipe()
         self.read_err, self.err = (self.read_out, os.dup(self.out)) if same else os.pipe()
-        self.output = Output(stdout=self.out, stderr=self.err)
+        self.gives_up = False
+        self.output = Output(gives_up=lambda: self.gives_up, stdout=self.out, stderr=self.err)
 
     def finish(self) -> tuple[str, str]:
         self.output.close()
@@ -82,7 +83,7 @@ def test_a_reader_that_does_not_go_on_holds_up_neither_messages_nor_who_wants_to
     assert writer.is_alive()  # nobody reads
     apart.output.say("photinus: still here\n")
     assert os.read(apart.read_err, 100) == b"photinus: still here\n"
-    apart.output.gives_up = lambda: True
+    apart.gives_up = True
     closing = threading.Thread(target=apart.output.close)
     closing.start()
     closing.join(10)

@@ -115,8 +115,6 @@ class Agent:
         self._output = output
         self._interrupts = interrupts
         self._start_method = start_method
-        if start_method is not None:
-            start_method.check = self._raise_if_interrupted
         self._processes: Processes | None = None
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
@@ -159,6 +157,8 @@ class Agent:
                     delay_s = answer.delay_s
         except Interrupted:
             number = self._interrupts.first
+            assert number is not None
+            self._peers.leave(f"exited because of {number.name}", 128 + number)
             grace_s = _KEYBOARD_GRACE_S if number in FROM_A_KEYBOARD else self._grace_s
             # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
             self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
@@ -264,7 +264,6 @@ class Agent:
         number = self._interrupts.first
         if number is not None:
             self._let_save(number)  # before the other hosts hear of it: their ranks take part
-            self._peers.leave(f"exited because of {number.name}", 128 + number)
             raise Interrupted
 
     def _let_save(self, number: signal.Signals) -> None:

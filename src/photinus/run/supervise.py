@@ -84,17 +84,17 @@ def supervise(spec: JobSpec, *, secret: str | None = None, listener: socket.sock
         interrupts = stack.enter_context(handle_signals())
         if spec.started_as is not None:
             hold_lifeline(spec.stop_grace_s)
-        output = stack.enter_context(closing(Output()))
-        output.gives_up = lambda: interrupts.forced
+        logs = Logs(spec.logs)
+        output = stack.enter_context(closing(Output(logs, lambda: interrupts.forced)))
         temporary = stack.enter_context(_temporary_folder(guard))
         environ[env.RANKS_PER_GPU.name] = str(spec.ranks_per_gpu)
-        method = stack.enter_context(closing(StartMethod(spec, output.say)))
+        method = stack.enter_context(closing(StartMethod(spec, interrupts, output.say)))
         store = stack.enter_context(closing(StoreProcess(method, output.say)))
         stack.enter_context(as_subreaper())
-        # It imports torch while this process counts the GPUs, whose number only "auto" has to wait for.
-        guess = len(spec.devices) * spec.ranks_per_gpu if spec.devices is not None else spec.nproc_per_node
-        count = guess if isinstance(guess, int) else usable_cores()
-        method.begin(Job(spec, job_id, count, environ, (), temporary))
+        # Where the number of workers was typed, torch is imported while this process counts the GPUs.
+        typed = len(spec.devices) * spec.ranks_per_gpu if spec.devices is not None else spec.nproc_per_node
+        if isinstance(typed, int):
+            method.begin(Job(spec, job_id, typed, environ, (), temporary))
         try:
             with interrupts.raise_at_once():
                 # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
@@ -107,15 +107,17 @@ def supervise(spec: JobSpec, *, secret: str | None = None, listener: socket.sock
             plural = "s" if workers.count != 1 else ""
             output.say(f"photinus: {where}{workers.count} worker{plural} ({workers.reason})\n")
         job = Job(spec, job_id, workers.count, environ, gpus, temporary)
-        logs = Logs(spec.logs)
         logs.check(job.local_world_size)
-        method.begin(job)
+        if not isinstance(typed, int):
+            method.begin(job)
         if spec.dry_run:
-            print(dry_run_text(job, logs, method.wait()))
+            try:
+                print(dry_run_text(job, logs, method.wait()))
+            except Interrupted:
+                return _report_interrupt(spec, interrupts, output, 0)
             return 0
         job = replace(job, images=make_image_files(workers.count))
         logs.open()
-        output.log_to(logs)
         peers = _peers(job, member, output, store)
         agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts, start_method=method)
         try:

@@ -6,8 +6,8 @@ program      the program that each worker runs, looked at before anything starts
 devices      how many workers this host gets: one per GPU, one per usable core, or as many as the user says
 processes    the worker processes of one attempt on this host: started, watched and ended
 worker       runs in each worker before the script: a file of its own, imports nothing of Photinus
-start_method  whether workers are forked, or each is a Python of its own
-warm         the process that has imported torch, from which workers are forked
+start_method  whether workers are forked, or each is a new Python
+fork_server  the process that has imported torch, from which workers are forked
 store        the store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher
 output       the workers' lines on the launcher's terminal, and in log files
 equal_lines  shows once what several ranks print

@@ -15,7 +15,7 @@ import select
 import signal
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGTSTP, signal.SIGWINCH)
@@ -34,7 +34,7 @@ class Interrupts:
         self.fd = fd
         self.received: list[signal.Signals] = []
         self.suspension_wanted = False  # SIGUSR1 has come, and nobody has acted upon it
-        self.signal_workers: Callable[[signal.Signals], None] = lambda number: None
+        self.groups: set[int] = set()  # process groups of workers, to which _PASSED_ON is passed on
         self._first_at_s = 0.0
         self._raise_at_once = False
 
@@ -54,12 +54,12 @@ class Interrupts:
             self.suspension_wanted = True
             return
         if number in _PASSED_ON:
-            self.signal_workers(signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGWINCH)
+            self._pass_on(signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGWINCH)
             if number == signal.SIGTSTP:
                 signal.signal(number, signal.SIG_DFL)  # which stops nobody where no shell could say `fg`
                 signal.raise_signal(number)  # goes on behind this line after SIGCONT
                 signal.signal(number, self.note)
-                self.signal_workers(signal.SIGCONT)
+                self._pass_on(signal.SIGCONT)
             return
         # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request.
         now_s = time.monotonic()
@@ -70,6 +70,11 @@ class Interrupts:
         if self._raise_at_once:
             self._raise_at_once = False
             raise Interrupted
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        for group in self.groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # not yet a group, or another user's
+                os.killpg(group, number)
 
     @contextlib.contextmanager
     def raise_at_once(self) -> Iterator[None]:

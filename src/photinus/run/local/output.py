@@ -60,9 +60,10 @@ class _Stream:
 class Output:
     """The launcher's stdout and stderr, shared between the launcher's own messages and the workers' lines."""
 
+    logs: Logs | None = None  # where the workers' streams go
+    gives_up: Callable[[], bool] = lambda: False  # whether to leave a reader that takes no more (`| less`) behind
     stdout: int = 1
     stderr: int = 2
-    _logs: Logs | None = None
     _attempt: tuple[str, int] = ("", 0)  # the job's id, and how often its workers were started before
     _host: str = ""
     _equal: dict[int, EqualLines] = field(default_factory=dict)  # by where they go, behind the lock of that
@@ -70,8 +71,6 @@ class Output:
     _files: dict[int, dict[str, Path]] = field(default_factory=dict)
     _last: dict[int, deque[str]] = field(default_factory=dict)
     _warned: bool = False
-    # Whether nobody waits any longer for a reader of this output that does not go on (`| less`).
-    gives_up: Callable[[], bool] = lambda: False
     _locks: dict[int, threading.Lock] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _open: int = 0
@@ -101,20 +100,16 @@ class Output:
                 self._show_held(target, at_end=True)  # what workers said before comes before
         self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
-    def log_to(self, logs: Logs) -> None:
-        """From now on workers' streams go where `logs` says. Before the first worker is started."""
-        self._logs = logs
-
     def begin_attempt(self, attempt: int, job_id: str, host: str = "") -> None:
         """The workers started from now on belong to this attempt (0, 1, ...) of the job; says where its logs are.
 
         `host`: the name of this host, to stand before each line's rank; empty where it is the only one.
         """
         self._attempt, self._host = (job_id, attempt), host
-        folder = None if self._logs is None else self._logs.folder(job_id)
-        if self._logs is not None and folder != self._log_folder:
+        folder = None if self.logs is None else self.logs.folder(job_id)
+        if self.logs is not None and folder != self._log_folder:
             self._log_folder = folder
-            self.say(f"photinus: {self._logs.describe(folder)}\n")
+            self.say(f"photinus: {self.logs.describe(folder)}\n")
         with self._quiet:
             self._files.clear()
             self._last.clear()
@@ -127,7 +122,7 @@ class Output:
         None stands for the launcher's own terminal, which rank 0 inherits. When stdout and stderr go to the same place
         and no other, both ends are the same pipe, so that the order of the two streams is kept.
         """
-        logs = self._logs
+        logs = self.logs
         files = {} if logs is None else logs.files(*self._attempt, rank, local_rank)
         visible = BOTH if logs is None else logs.terminal_streams(local_rank)
         with self._quiet:

@@ -139,7 +139,6 @@ class Processes:
     def start(self) -> None:
         """Starts all workers of this host; when one cannot be started, ends the others and raises OSError."""
         self._others = _children_of(os.getpid())
-        self._interrupts.signal_workers = self._signal_all
         try:
             for local_rank in range(self._job.local_world_size):
                 self._workers.append(self._start(local_rank))
@@ -369,6 +368,7 @@ class Processes:
                 if end is not None:
                     os.close(end)
         self._guard.protect(process.pid)
+        self._interrupts.groups.add(process.pid)
         pidfd = os.pidfd_open(process.pid)
         self._poll.register(pidfd, select.POLLIN)
         return _Worker(rank, local_rank, process, pidfd, error_file, fault_file, status_file, time.monotonic())
@@ -392,12 +392,7 @@ class Processes:
             worker.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             worker.seen_at_s = now
             self._poll.unregister(worker.pidfd)
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        """Signals the groups of workers that run; from a signal handler."""
-        for worker in self._workers:
-            if worker.status is None:
-                _signal(-worker.process.pid, number)
+            self._interrupts.groups.discard(worker.process.pid)
 
     def _leftovers(self) -> set[int]:
         """Reaps what ended of that which workers have left, and returns the pids of the rest."""

@@ -1,4 +1,4 @@
-"""The start of workers: forked from one process that has imported torch (see `warm`), or each as a Python of its own.
+"""The start of workers: forked from a process that has imported torch (see `fork_server`), or each as a new Python.
 
 The program's text decides, before anything runs; the process itself may still find why not.
 """
@@ -17,22 +17,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ... import env
 from ...job.attempt import Formation
 from ...job.deaths import name_signal
 from ...job.spec import JobSpec
-from .interrupts import block_signals
+from ...job.worker_files import WorkerFiles
+from .interrupts import Interrupted, Interrupts, block_signals
 from .job import Job
 from .program import source_of
-from .warm import at_load
 from .worker import WORKER_FILE, python_command
 
 _ANSWERS_WITHIN_S = 60.0
-_CHECK_S = 0.05
-_LONGEST_LOCAL_RANK = "9999"
-_ROOM = ",," + " " * 500  # in what /proc shows of the process, for a worker's own variables
 _IMPORTS_BY_NAME = {"importlib", "runpy", "pkgutil"}
 _CHANGE = ("setdefault", "update", "pop", "putenv", "unsetenv", "setenv")
+# torch, its libraries and numpy's read variables of these names when they are loaded.
+_READ_AT_LOAD = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_"),
+    *("ATEN_", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+)
 # Imported before the first worker is forked, where the text says that it will need them.
 _NEEDS = {
     "photinus.trainer": re.compile(r"\bphotinus\b"),
@@ -64,37 +65,29 @@ class Forked:
 
 
 class StartMethod:
-    """The choice of how a job's workers start, and the launcher's end of the process that forks them. One thread.
+    """The choice of how a job's workers start, and the launcher's end of the process that forks them. One thread."""
 
-    Attributes:
-        check: called often while torch is imported; may raise.
-    """
-
-    def __init__(self, spec: JobSpec, say: Callable[[str], object]) -> None:
-        self.check: Callable[[], object] = lambda: None
-        self._say = say
+    def __init__(self, spec: JobSpec, interrupts: Interrupts, say: Callable[[str], object]) -> None:
         self._spec = spec
+        self._interrupts = interrupts
+        self._say = say
         self._modules = ["torch"]
         self._process: subprocess.Popen[bytes] | None = None
-        self._environ: dict[str, str] = {}
         self._refusal = self._decide() or None  # None: not known yet; empty: workers are forked
 
     def begin(self, job: Job) -> None:
-        """Start the process for this job's workers; leave one as it is that has what they need."""
-        environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0)
-        if self._refusal or (self._process is not None and at_load(environ) == self._environ):
+        """Start the process that forks, where one is needed, in the environment of this job's workers."""
+        if self._refusal:
             return
-        self.close()
-        self._environ = at_load(environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A worker's command takes the place of this one, so this one is as long as that may become.
-        program = self._spec.program
-        words = [str(os.getpid()), f"warm:{theirs.fileno()}", job.temporary, program.kind, program.target]
-        printed = [os.memfd_create(f"photinus-warm-{name}") for name in ("out", "err")]
+        program, mark = self._spec.program, f"fork:{theirs.fileno()}:{','.join(self._modules)}"
+        words = [str(os.getpid()), mark, job.temporary, program.kind, program.target]
+        environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0)
+        printed = [os.memfd_create(f"photinus-fork-{name}") for name in ("out", "err")]
         with theirs, block_signals():
             self._process = subprocess.Popen(
-                [*python_command(), WORKER_FILE, *words, *program.arguments_of(_LONGEST_LOCAL_RANK)],
-                env={**environ, env.WORKER_FILES.name: _ROOM},
+                [*python_command(), WORKER_FILE, *words, *program.arguments_of("LOCAL_RANK")],
+                env=environ | WorkerFiles().environ(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=printed[0],
@@ -103,37 +96,43 @@ class StartMethod:
             )
         for file in printed:
             os.close(file)
-        self._control.send(" ".join(self._modules).encode())
 
     def wait(self) -> str:
-        """Wait until it is known why workers are not forked, and return that; empty if they are."""
+        """Wait until it is known why workers are not forked, and return that; empty if they are.
+
+        Raises:
+            Interrupted: a signal ends the job.
+        """
         while self._refusal is None:
-            self.check()
-            if select.select([self._control], [], [], _CHECK_S)[0]:
-                try:
-                    answer = self._control.recv(4096).decode()
-                except OSError:
-                    answer = ""
+            ready = select.select([self._control.fileno(), self._interrupts.fd], [], [])[0]
+            self._interrupts.drain()
+            if self._interrupts.received:
+                raise Interrupted
+            if self._control.fileno() in ready:
+                answer = b""
+                with contextlib.suppress(OSError):
+                    answer = self._control.recv(4096)
                 if answer:
-                    self._refusal = answer[1:]
+                    self._refusal = answer[1:].decode()
                 else:
                     self._lose()
         return self._refusal
 
     def fork(
-        self, words: Sequence[str], environ: Mapping[str, str], streams: Sequence[int | None], store: bool = False
+        self, words: Sequence[str], environ: Mapping[str, str], streams: Sequence[int | None], module: str = ""
     ) -> Forked | None:
-        """Fork a worker, or the store's process; return None when it has to be started another way.
+        """Fork a worker, or a process that runs `main` of a module; None: it has to be started another way.
 
         `streams`: as Popen's stdin, stdout and stderr; None is this process's own.
 
         Raises:
             OSError: no process can be started (a limit on processes or memory).
+            Interrupted: a signal ends the job.
         """
-        if self.wait() or not (store or at_load(environ) == self._environ):
+        if self.wait():
             return None
         mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-        order = {"python": python_command(), "words": words, "environ": dict(environ), "mask": mask, "path": sys.path}
+        order = {"words": words, "environ": dict(environ), "mask": mask, "module": module, "path": sys.path}
         reading, writing = os.pipe()
         with open(reading) as answers, open(os.devnull, "r+b") as nothing, open(os.memfd_create("order"), "w") as paper:
             json.dump(order, paper)
@@ -188,7 +187,7 @@ class StartMethod:
             tree = ast.parse(text)
         except (OSError, ValueError, SyntaxError, RecursionError):  # the worker will say what is wrong with it
             return ""
-        if names := sorted(at_load(dict.fromkeys(_variables_set(tree), ""))):
+        if names := sorted({name for name in _variables_set(tree) if name.startswith(_READ_AT_LOAD)}):
             return f"the script sets {', '.join(names)}, which torch reads when it is loaded"
         if self._spec.start_method is None and _imports(tree) <= sys.stdlib_module_names - _IMPORTS_BY_NAME:
             return "the script imports only the standard library"

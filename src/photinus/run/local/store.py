@@ -3,8 +3,8 @@
     python -m photinus.run.local.store LAUNCHER_PID
 
 Importing torch takes seconds and hundreds of MiB, so a launcher does without, and its store lies in a process of its
-own (not in rank 0, which may so die like any other), forked like the workers where they are (see `warm`). The launcher
-binds the port; workers that come before the store is there wait in the queue of the listening socket.
+own (not in rank 0, which may so die like any other), forked where workers are (see `start_method`). The launcher binds
+the port; workers that come before the store is there wait in the queue of the listening socket.
 
 Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones in it
 and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives it.
@@ -34,6 +34,7 @@ from .worker import die_with_launcher
 _STORE_TIMEOUT = timedelta(seconds=300)
 _ANSWERS_WITHIN_S = 60.0
 _REQUEST_BYTES = 1 << 16
+_MODULE = "photinus.run.local.store"
 
 
 class StoreProcess:
@@ -113,9 +114,9 @@ class StoreProcess:
         with theirs, block_signals():
             if self._start_method is not None:
                 streams = theirs.fileno(), subprocess.DEVNULL, None
-                self._process = self._start_method.fork((), os.environ, streams, store=True)
+                self._process = self._start_method.fork((), os.environ, streams, _MODULE)
             self._process = self._process or subprocess.Popen(
-                [sys.executable, "-m", "photinus.run.local.store", str(os.getpid())],
+                [sys.executable, "-m", _MODULE, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
@@ -170,6 +171,8 @@ def serve() -> None:
 def main(launcher_pid: int) -> NoReturn:
     """Be the process that holds the stores."""
     die_with_launcher(launcher_pid)  # the import of torch would go on for seconds
+    with open("/proc/self/comm", "w") as name:
+        name.write("photinus-store")
     with contextlib.suppress(ConnectionError):  # the launcher is gone
         serve()
     os._exit(0)

@@ -310,20 +310,21 @@ def main() -> None:
 
 
 def _fork_workers() -> None:
-    """Runs the process of warm.py; returns in each worker."""
+    """Runs the process of fork_server.py; returns in each worker."""
     global _worker_pid
+    die_with_launcher(int(sys.argv[1]))
     modules = set(sys.modules)
-    spec = importlib.util.spec_from_file_location("photinus.run.local.warm", f"{os.path.dirname(__file__)}/warm.py")
+    path = f"{os.path.dirname(__file__)}/fork_server.py"
+    spec = importlib.util.spec_from_file_location("photinus.run.local.fork_server", path)
     assert spec is not None
     assert spec.loader is not None, "a path has a loader"
-    warm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(warm)
-    die_with_launcher(int(sys.argv[1]))
-    warm.serve(sys.argv[2], modules)
+    fork_server = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fork_server)
+    fork_server.serve(sys.argv[2], modules)
     _worker_pid = os.getpid()
 
 
 if __name__ == "__main__":
-    if sys.argv[2].startswith("warm:"):
+    if sys.argv[2].startswith("fork:"):
         _fork_workers()
     main()
