@@ -60,7 +60,9 @@ def check_a_parameter_without_gradient_is_named_on_every_rank(group: dist.Proces
             ddp(batch(group), 0)["out"][0].sum().backward()
 
 
-def check_a_parameter_without_gradient_on_one_rank_fails_all_together(group: dist.ProcessGroup) -> None:
+def check_a_parameter_without_gradient_on_one_rank_is_an_error_there(
+    group: dist.ProcessGroup,
+) -> None:
     model = TwoHeads()
     del model.heads[2]
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB / 8)
@@ -72,8 +74,7 @@ def check_a_parameter_without_gradient_on_one_rank_fails_all_together(group: dis
         with expect(MissingGradientError, "rank 1: 2 of 6", "heads.1.weight", "heads.1.bias"):
             loss([0]).backward()
     else:
-        with expect(MissingGradientError, f"rank {group.rank()}: the backward of rank 1 went wrong"):
-            loss([0, 1]).backward()
+        loss([0, 1]).backward()
     ddp.zero_grad()
     loss([0, 1]).backward()
     assert_equal_on_all_ranks(model.heads[1].weight.grad, group)
@@ -99,7 +100,7 @@ def check_an_exception_in_backward_leaves_the_reducer_usable(group: dist.Process
         assert_same_gradients(model, twin, group)
 
 
-def check_an_exception_on_one_rank_fails_the_others_and_all_can_go_on(group: dist.ProcessGroup) -> None:
+def check_after_an_exception_on_one_rank_all_can_go_on(group: dist.ProcessGroup) -> None:
     def explode(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError("on rank 0 only")
 
@@ -111,8 +112,7 @@ def check_an_exception_on_one_rank_fails_the_others_and_all_can_go_on(group: dis
                 ddp(batch(group)).sum().backward()
             hook.remove()
         else:
-            with expect(MissingGradientError, "the backward of rank 0 went wrong"):
-                ddp(batch(group)).sum().backward()
+            ddp(batch(group)).sum().backward()
         ddp.zero_grad()
         ddp(batch(group)).sum().backward()
         assert_equal_on_all_ranks(ddp.module[0].weight.grad, group)

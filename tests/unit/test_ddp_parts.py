@@ -27,7 +27,7 @@ def specs(*elems: int) -> list[torch.Tensor]:
 def bucket_of(*shapes: tuple[int, ...]) -> Bucket:
     slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
     (plan,) = assign_buckets([slot.parameter for slot in slots], cap_bytes=10**6)
-    return Bucket(0, plan, [slots[i] for i in plan.parameters], 0, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    return Bucket(0, plan, [slots[i] for i in plan.parameters], lambda n, dtype: torch.zeros(n, dtype=dtype))
 
 
 def test_each_bucket_has_its_own_cap_and_the_last_cap_goes_on() -> None:

@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
 class Launches:
     """An exchange that notes how many gradients had come when each bucket was launched."""
 
-    carries_tail = True
+    averages = True
 
     def __init__(self) -> None:
         self.came = 0

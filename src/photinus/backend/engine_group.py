@@ -94,9 +94,16 @@ class EngineGroup(ProcessGroup):
         """The engine's; None when the group was destroyed."""
         return self._communicator
 
-    def watch_updates(self, parameters: Iterable[Tensor]) -> None:
-        """Compares from now on how often the ranks update these parameters, at the calls of FSDP."""
-        self._updates.watch(parameters)
+    def watch_updates(self, parameters: Iterable[Tensor] = ()) -> Callable[[], None]:
+        """Compares from now on, at calls of backwards and of FSDP, how often the ranks update parameters.
+
+        Args:
+            parameters: whose updates are to be counted here, by the steps of their optimizers.
+
+        Returns:
+            A function that counts one update of other parameters.
+        """
+        return self._updates.watch(parameters)
 
     def under_way_s(self) -> dict[int, float]:
         """By rank of another host with which this one has a link: for how many seconds bytes were under way on it."""

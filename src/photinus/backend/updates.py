@@ -6,7 +6,7 @@ steps since the call before. So every call of the group carries that number, and
 
 An alarm in a script that is right would be worse than none. Therefore:
 - counted are steps of optimizers that hold a parameter of a DDP of this group, or one that strategies "zero2" and
-  "zero3" have split over it: rank 0 may train a network of its own;
+  "zero3" have split over it: rank 0 may train a network of its own. Photinus' DDP says by itself what is a step;
 - on the thread that made the DDP, outside of backward: what callbacks update meanwhile is ordered by nobody;
 - with a learning rate: torch.distributed.checkpoint makes steps with none to fill an optimizer's state;
 - compared are DDP's and FSDP's own calls, with the call before them. Between a rank's other calls it may update as
@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
@@ -31,7 +31,8 @@ from ..optimizer_steps import StepWatcher, watch_steps
 _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
 _torch_ddp_file = torch_ddp.__file__
-_FRAMES_TO_FSDP = 3  # torch.distributed's call, and what logs it
+_FRAMES_TO_CALLER = 3  # torch.distributed's call, and what logs it
+_CALLERS = ("_fsdp_collectives.py", "parallel/reducer/bucket_launcher.py")  # the latter agrees on an order of buckets
 _own_folder = __file__.rpartition("/")[0]
 
 
@@ -53,9 +54,9 @@ def _caller() -> FrameType:
 
 def _is_of_training(frame: FrameType | None) -> bool:
     found = frame is not None and frame.f_code.co_filename == _torch_ddp_file
-    for _ in range(_FRAMES_TO_FSDP):
+    for _ in range(_FRAMES_TO_CALLER):
         frame = frame and frame.f_back
-        found = found or (frame is not None and frame.f_code.co_filename.endswith("_fsdp_collectives.py"))
+        found = found or (frame is not None and frame.f_code.co_filename.endswith(_CALLERS))
     return found
 
 
@@ -67,8 +68,8 @@ class Updates(StepWatcher):
         self._training_thread = 0
         self._steps = 0
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Counts the updates of these parameters too from now on."""
+    def watch(self, parameters: Iterable[Tensor] = ()) -> Callable[[], None]:
+        """Counts the updates of these parameters too from now on. What it returns counts one of others."""
         if not self._training_thread:
             watch_steps(self)
             self._training_thread = _thread()
@@ -77,6 +78,7 @@ class Updates(StepWatcher):
             key = id(parameter)
             # The reference takes its key along when it ends, before a new tensor can get the same id.
             refs[key] = weakref.ref(parameter, lambda _, key=key: refs.pop(key, None))  # type: ignore[misc]
+        return self._count
 
     def told(self) -> int:
         """Return the number that a call now sends to the other ranks (see engine.Communicator.submit)."""
@@ -92,12 +94,14 @@ class Updates(StepWatcher):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""
-        if _thread() != self._training_thread or _graph_task() != -1:
-            return
         refs = self._parameters
         if any(id(parameter) in refs for group in optimizer.param_groups for parameter in group["params"]) and any(
             _is_not_zero(group.get("lr", 1)) for group in optimizer.param_groups
         ):
+            self._count()
+
+    def _count(self) -> None:
+        if _thread() == self._training_thread and _graph_task() == -1:
             self._steps += 1
 
 

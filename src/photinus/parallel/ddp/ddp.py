@@ -89,11 +89,11 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             that all ranks evaluate and save the same model. Forwards exchange no buffers. (See
             `photinus.parallel.ddp.buffer_sync`.)
         nan_guard: if a gradient is not finite, raise on every rank at the end of backward. The error names the first
-            rank and parameter. Costs one read of the gradients.
+            rank and parameter. Costs one read of the gradients, and a small exchange.
         check_ranks: check that all ranks have made the same number of optimizer steps and hold the same parameters.
-            Out-of-step ranks raise at the next exchange; diverged weights raise within 1 to 128 steps, depending on how
-            much differs. On GPUs, with skip_all_reduce_unused_params and with communication hooks (these: steps only),
-            the check runs at every 64th exchange. Only torch.optim optimizers are seen. False: weights may differ.
+            The check runs after the second exchange and every 64th from there on; with communication hooks it compares
+            the steps alone. Over backend photinus, ranks out of step raise at the next exchange. Only torch.optim
+            optimizers are seen. False: weights may differ.
         wire_dtype: type of the gradients between hosts, on backend photinus. bfloat16 or float16: float32 gradients
             take half the bytes; they are added in float32, and all ranks get the same bits. (A sum over the ranks
             beyond 65,504 becomes infinite in float16.) float32: 16-bit gradients are not rounded on the way. No effect
@@ -173,7 +173,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self.require_forward_param_sync = True
         self._comm_hook: tuple[object, CommHook, str] | None = None
         self._optimizers_taken_over = False
-        self.step_facts: StepDigests | None = None
+        self._acts: StepDigests | None = None
         if check_reduction:
             warnings.warn(
                 "`check_reduction` has no effect, here and in torch; leave it out", FutureWarning, stacklevel=2
@@ -241,6 +241,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         # With SyncBatchNorm, ranks that use different parameters would launch buckets and statistics in different
         # orders over one group. Launching at the end of backward keeps them apart.
         statistics_in_backward = any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in self.module.modules())
+        self._buffers_in_sync = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
         self.reducer = Reducer(
             [(n, p) for n, p in pairs if p.requires_grad],
             self.process_group,
@@ -259,16 +260,15 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 wire_dtype=self.wire_dtype,
                 path=type(self.module).__name__,
             ),
+            with_gradients=self._buffers_in_sync.start,
         )
-        self.reducer.facts.steps = self.step_facts
+        self.reducer.compare_acts(self._acts)
         if self._low_precision is not None and self._low_precision.reduce_dtype is not None and self.reducer.active:
             self.reducer.use_exchange(
                 AverageExchange(self.reducer.average, self.wire_dtype, self._low_precision.reduce_dtype)
             )
         if self._comm_hook is not None:
             self.reducer.use_exchange(HookExchange(*self._comm_hook[:2], self.process_group))
-        self._buffers_in_sync = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
-        self.reducer.with_gradients = self._buffers_in_sync.start
         # The parameters' hooks hold the reducer. They go when this wrapper goes, so the model can be wrapped anew.
         self._ending = weakref.finalize(self, self.reducer.stop)
         self._ending.atexit = False
@@ -444,7 +444,12 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             return  # nothing is averaged, so torch's own hooks step at the right moment
         optimizers = OptimizersInBackward.take_over(self.reducer.slots)
         if optimizers is not None:
-            self.reducer.after_exchange.append(optimizers)
+            self.reducer.call_after_exchange(optimizers)
+
+    def compare_acts(self, acts: StepDigests) -> None:
+        """Compares from now on what each rank does around its optimizer steps; for strategies that split these."""
+        self._acts = acts
+        self.reducer.compare_acts(acts)
 
     # ---- being a module
 
@@ -485,7 +490,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         state = self.__dict__.copy()
         for key in ("process_group", "reducer", "_ending", "_held_parameters", "_outer", "_buffers_in_sync", "_frozen"):
             del state[key]
-        state["_comm_hook"] = state["step_facts"] = None  # its state belongs to this process, as with torch's class
+        state["_comm_hook"] = state["_acts"] = None  # its state belongs to this process, as with torch's class
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -31,8 +31,6 @@ T = TypeVar("T")
 _DIGEST_BYTES = 32
 _GPU_BYTES = 128
 _WORD_BYTES = 8
-_PIECES = 32  # of the parameters, looked at in turn
-_LEAST_ELEMS = 64 * 1024  # of a piece
 
 
 def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
@@ -118,7 +116,12 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Bytes in the order in which they lie: strides are equal on all ranks, which is compared when a model is wrapped.
     """
-    return _digest(_flat(tensor))
+    flat = _flat(tensor)
+    data = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    if data.storage_offset() % _WORD_BYTES:  # where it lies must not matter: it may lie elsewhere on another rank
+        data = data.clone()
+    whole = data.numel() // _WORD_BYTES * _WORD_BYTES
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
 
 
 def compare_parameters(pairs: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, when: str = "") -> None:
@@ -163,48 +166,6 @@ def _sides(by_rank: Sequence[int]) -> str:
     return f"{' and '.join(map(name_ranks, sides.values()))} have different values"
 
 
-class ParameterPieces:
-    """The parameters cut into pieces of about equal bytes, so that all are looked at in turn at little cost each time.
-
-    Args:
-        parameters: the same shapes and dtypes in the same order on every rank.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        quota = sum(p.nbytes for p in parameters) / _PIECES
-        self._pieces: list[list[tuple[int, int, int]]] = []
-        filled = quota
-        for index, parameter in enumerate(parameters):
-            step = max(_LEAST_ELEMS, -(-int(quota / parameter.element_size()) // _WORD_BYTES) * _WORD_BYTES)
-            for begin in range(0, parameter.numel(), step):
-                if filled >= quota:
-                    self._pieces.append([])
-                    filled = 0
-                end = min(begin + step, parameter.numel())
-                self._pieces[-1].append((index, begin, end))
-                filled += (end - begin) * parameter.element_size()
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def digest(self, number: int) -> int:
-        """The digest of one piece; numbers go round. Waits for the device."""
-        parts = self._pieces[number % len(self._pieces)]
-        digests = [_digest(_flat(self._parameters[index])[begin:end]) for index, begin, end in parts]
-        total = 0
-        for digest in torch.stack(digests).tolist() if digests else ():  # one wait for a GPU, not one for each
-            total = 31 * total + digest
-        return total % 2**64
-
-    def digest_of_all(self) -> int:
-        """The digest of all pieces. Waits for the device."""
-        total = 0
-        for number in range(len(self._pieces)):
-            total = (31 * total + self.digest(number)) % 2**64
-        return total
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in the order in which they lie: one dimension, no copy unless there are gaps between them."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # lazy ones cannot be read as bytes
@@ -213,15 +174,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if dense_strides(tensor) == tensor.stride():
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
-
-
-def _digest(flat: torch.Tensor) -> torch.Tensor:
-    """The digest of a tensor of one dimension without gaps."""
-    data = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
-    if data.storage_offset() % _WORD_BYTES:  # where it lies must not matter: it may lie elsewhere on another rank
-        data = data.clone()
-    whole = data.numel() // _WORD_BYTES * _WORD_BYTES
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
 
 
 def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:

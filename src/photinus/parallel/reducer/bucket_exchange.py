@@ -26,10 +26,11 @@ class BucketExchange(Protocol):
     """Replaces the contents of a bucket by what the ranks make of theirs.
 
     Attributes:
-        carries_tail: whether the elements behind the gradients are averaged too; if not, buckets have none.
+        averages: whether the ranks then hold averages. If not, their weights may differ, and buckets
+            hold gradients without gaps: what compresses them must not meet padding.
     """
 
-    carries_tail: bool
+    averages: bool
 
     def start(self, bucket: Bucket) -> Pending:
         """Starts it. When the returned work has been waited for, the bucket holds the result."""
@@ -43,7 +44,7 @@ class AverageExchange:
         dtype: in which floating gradients are averaged and sent; None: their own, in place.
     """
 
-    carries_tail = True
+    averages = True
 
     def __init__(
         self, average: Average, wire_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None
@@ -88,7 +89,7 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._buffer = bucket.payload
+        self._buffer = bucket.flat
 
     def index(self) -> int:
         """Position of the bucket in the order of launches; the same one in each step, but for the first."""
@@ -101,7 +102,7 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """The buffer's parts, each in its parameter's shape."""
         # The bucket's own views have the strides of the parameters; in another buffer nothing but the shape is known.
-        if self._buffer is self._bucket.payload:
+        if self._buffer is self._bucket.flat:
             return [slot.view for slot in self._bucket.slots if slot.view is not None]
         return [
             self._buffer[offset : offset + slot.parameter.numel()].view(slot.parameter.shape)
@@ -127,8 +128,7 @@ class GradBucket:
 class HookExchange:
     """Buckets travel by a hook. Nothing is divided: what the hook's future holds is what the gradients become."""
 
-    # A hook may compress what it gets, and would change what the ranks say behind the gradients.
-    carries_tail = False
+    averages = False
 
     def __init__(self, state: object, hook: CommHook, group: dist.ProcessGroup) -> None:
         self._state = state
@@ -172,7 +172,7 @@ class _HookWork:
         value = self._future.wait()
         # The future of an all_reduce holds a list of one tensor, and many hooks return just that.
         result = value[0] if isinstance(value, (list, tuple)) else value
-        home, elems = self._bucket.payload, self._bucket.plan.elems
+        home, elems = self._bucket.flat, self._bucket.plan.elems
         if home.numel() != elems:  # resized by the hook
             home.resize_(elems)
         if result.numel() < elems:

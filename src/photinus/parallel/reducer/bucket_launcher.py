@@ -17,7 +17,6 @@ from .bucket_exchange import BucketExchange
 from .buckets import ALIGNMENT_BYTES, BucketPlan, assign_buckets
 from .gradient_memory import Bucket, Slot, bring_home
 from .options import ReducerOptions
-from .rank_facts import ELEMS_PER_RANK, status_of
 from .round_errors import NanGuard
 from .streams import keep_until_read
 from .timeline import Timeline
@@ -32,8 +31,7 @@ class BucketLauncher:
 
     Attributes:
         buckets: in the order in which they are launched.
-        exchange: how buckets travel. If it does not carry what lies behind the gradients, a bucket holds gradients and
-            nothing else: what compresses it must not meet padding.
+        exchange: how buckets travel.
         order: indices of parameters in the order in which gradients are expected; None: reverse registration order.
         with_graph: the gradients of this round that carry a graph (create_graph), which goes around the average.
     """
@@ -85,7 +83,7 @@ class BucketLauncher:
             cap_bytes=self._options.bucket_cap_bytes,
             caps_bytes=self._options.caps_bytes,
             order=None if self.order is None else [position[i] for i in self.order if i in position],
-            alignment_bytes=ALIGNMENT_BYTES if self.exchange.carries_tail else 1,
+            alignment_bytes=ALIGNMENT_BYTES if self.exchange.averages else 1,
         )
 
     def make(self) -> None:
@@ -93,43 +91,23 @@ class BucketLauncher:
         buckets: list[Bucket] = []
         plans = self.plans()
         for number, plan in enumerate(plans):
-            # The last bucket carries what the ranks say of themselves, so that all fail together, at no extra exchange.
-            # On a GPU reading it would make the host wait for the device.
             is_last = number == len(plans) - 1
-            carries_facts = (
-                is_last
-                and self._average.device.type == "cpu"
-                and not self._options.skip_unused
-                and self.exchange.carries_tail
-            )
-            tail = ELEMS_PER_RANK * self._average.world_size if carries_facts else 0
             slots = [self._slots[i] for i in plan.parameters]
             # Batched PowerSGD lets a bucket grow to a square. Memory that a group offers cannot grow.
-            room = 0 if self.exchange.carries_tail else math.ceil(math.sqrt(plan.elems)) ** 2 - plan.elems
-            buckets.append(Bucket(number, plan, slots, tail, self._allocate, room, is_last))
+            room = 0 if self.exchange.averages else math.ceil(math.sqrt(plan.elems)) ** 2 - plan.elems
+            buckets.append(Bucket(number, plan, slots, self._allocate, room, is_last))
         self.buckets = buckets
 
     def shadow(self, bucket: Bucket) -> Bucket:
         """A bucket like `bucket` that is all zeros and no parameter's."""
         # New slots, since making a bucket ties its slots to it, and the real ones belong to the real bucket.
         slots = [Slot(slot.index, slot.name, slot.parameter) for slot in bucket.slots]
-        tail, room = bucket.tail_elems, bucket.room_elems
-        return Bucket(bucket.index, bucket.plan, slots, tail, self._allocate, room, bucket.is_last)
+        return Bucket(bucket.index, bucket.plan, slots, self._allocate, bucket.room_elems, bucket.is_last)
 
     def _allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._average.group, elems, dtype, self._average.device)
 
     # ---- launching
-
-    @property
-    def tail(self) -> torch.Tensor | None:
-        """The facts that ranks compare, see `rank_facts`; they travel with the last bucket."""
-        return self.buckets[-1].tail if self.buckets else None
-
-    @property
-    def all_launched(self) -> bool:
-        """Return whether every bucket of the round is under way."""
-        return self._launched == len(self.buckets)
 
     def bring_home(self, slots: Sequence[Slot]) -> None:
         """Puts gradients of this round into their places."""
@@ -169,8 +147,7 @@ class BucketLauncher:
             bucket.arriving.clear()
         self._timeline.note("exchange")
         if self._guard is not None:
-            # What was found before travels with the last bucket, which is the only one with room for it.
-            self._guard.watch(bucket, status_of(self.tail) if self.all_launched else None)
+            self._guard.watch(bucket)
         name = f"bucket {bucket.index} ({bucket.flat.nbytes} bytes)"
         bucket.work = until_done(name, lambda: self.exchange.start(bucket))
 
@@ -184,6 +161,3 @@ class BucketLauncher:
             bucket.pending = len(bucket.slots)
             bucket.work, bucket.skipped = None, False
             bucket.arriving.clear()
-        if self.tail is not None:
-            # Averages tell what one rank wrote only if all others have zeros there.
-            self.tail.zero_()

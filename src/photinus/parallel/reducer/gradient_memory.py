@@ -46,10 +46,8 @@ class Bucket:
         index: position in the order of launches.
         plan: which gradients lie where.
         slots: their places, in the order in which they lie.
-        tail_elems: elements behind the gradients that travel with them, see `tail`.
-        room_elems: elements of memory behind all that, for hooks that resize what they are given.
-        flat: all of it, what is exchanged.
-        payload: the gradients without the tail.
+        room_elems: elements of memory behind the gradients, for hooks that resize what they are given.
+        flat: the gradients, what is exchanged.
         pending: gradients that this round still waits for.
         is_last: whether it is the last in the order of launches.
         arriving: small gradients that have come and do not lie here yet.
@@ -59,12 +57,10 @@ class Bucket:
     index: int
     plan: BucketPlan
     slots: list[Slot]
-    tail_elems: int
     allocate: Allocate
     room_elems: int = 0
     is_last: bool = False
     flat: torch.Tensor = field(init=False)
-    payload: torch.Tensor = field(init=False)
     pending: int = 0
     arriving: list[Slot] = field(default_factory=list)
     work: Pending | None = None
@@ -74,14 +70,6 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self._take_memory()
-
-    @property
-    def tail(self) -> torch.Tensor | None:
-        """The elements behind the gradients, as real numbers; None where there are none."""
-        if not self.tail_elems:
-            return None
-        tail = self.flat[self.plan.elems :]
-        return tail.real if tail.is_complex() else tail
 
     def make_writable(self) -> bool:
         """Takes fresh memory if others than the parameters hold some of it; returns whether it did.
@@ -105,10 +93,8 @@ class Bucket:
         return True
 
     def _take_memory(self) -> None:
-        elems = self.plan.elems + self.tail_elems
+        elems = self.plan.elems
         self.flat = self.allocate(elems + self.room_elems, self.plan.dtype)[:elems]
-        # Always an alias of its own: who holds one of these tensors must not be mistaken for who holds a gradient.
-        self.payload = self.flat[: self.plan.elems].data
         for slot, offset in zip(self.slots, self.plan.offsets, strict=True):
             slot.bucket = self
             shape, strides = slot.parameter.shape, dense_strides(slot.parameter)

@@ -48,7 +48,7 @@ from .buckets import BucketPlan
 from .gradient_memory import Bucket, Slot, aliases, bring_home
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
 from .options import ReducerOptions
-from .rank_facts import RankFacts, status_of
+from .rank_facts import RankFacts, StepDigests
 from .round_errors import NanGuard, RoundErrors
 from .sparse_gradients import average_sparse
 from .streams import streams_of
@@ -68,6 +68,7 @@ class Reducer:
 
     Args:
         parameters: (name, parameter) pairs, all requiring grad, on one device, equal on all ranks.
+        with_gradients: starts what travels beside the gradients in each round, on every rank; None where nothing does.
 
     Attributes:
         sync_grad: the user's switch: False, and no backward is followed by an exchange until it is True again. The same
@@ -76,15 +77,18 @@ class Reducer:
         is_due: whether no backward has followed a forward that is to be exchanged: one in `no_sync` changes nothing.
         rounds: backwards exchanged so far.
         timeline: when forwards, backwards and exchanges began and ended.
-        after_exchange: called with each bucket when its averages have come, in order, during backward's end.
-        with_gradients: starts what travels beside the gradients in each round, on every rank; None where nothing does.
         post_backward_futures: waited for, once, at the end of the next backward.
 
     With one rank nothing is exchanged and gradients are left as autograd makes them, unless an exchange is set.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup, options: ReducerOptions
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        group: dist.ProcessGroup,
+        options: ReducerOptions,
+        *,
+        with_gradients: Callable[[], Pending | None] = lambda: None,
     ) -> None:
         self.options = options
         self.sync_grad = True
@@ -97,8 +101,8 @@ class Reducer:
         self.average = Average(group, self.device)
         self.timeline = Timeline()
         self._streams = streams_of(self.device)
-        self.after_exchange: list[Callable[[Bucket], None]] = []
-        self.with_gradients: Callable[[], Pending | None] = lambda: None
+        self._after_exchange: list[Callable[[Bucket], None]] = []
+        self._with_gradients = with_gradients
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
         self._guard = NanGuard(self.average) if options.nan_guard else None
@@ -223,8 +227,7 @@ class Reducer:
                 raise self._errors.missing(missing)
         self._closed_inside = False
         self._errors.raise_kept()
-        weights = self._launcher.exchange.carries_tail
-        self.facts.begin_forward(self.rounds, ride=self._launcher.tail is not None, weights=weights)
+        self.facts.begin_forward(self.rounds, weights=self._launcher.exchange.averages)
 
     def use_exchange(self, exchange: BucketExchange) -> None:
         """Buckets travel by `exchange` from now on. To be called on every rank, between two backwards."""
@@ -233,6 +236,14 @@ class Reducer:
             self._make_buckets()
         elif not self._handles:
             self._start()
+
+    def call_after_exchange(self, act: Callable[[Bucket], None]) -> None:
+        """Calls `act` with each bucket when its averages have come, in order, during backward's end."""
+        self._after_exchange.append(act)
+
+    def compare_acts(self, acts: StepDigests | None) -> None:
+        """Compares from now on what each rank does around its optimizer steps."""
+        self.facts.acts = acts
 
     def shadow_round(self) -> None:
         """Takes part with zeros in the exchanges of a backward that the other ranks run and this one does not.
@@ -248,18 +259,17 @@ class Reducer:
         sparse = average_sparse(
             [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
         )
-        wait_all([*works, self.with_gradients()])
-        tail = shadows[-1].tail if shadows else None
-        facts = self.facts.exchange(self.rounds, silent=True) if tail is None else tail
-        self.rounds += 1
+        wait_all([*works, self._with_gradients()])
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
         used_somewhere = self.usage.somewhere()
         for slot in (slot for shadow in shadows for slot in shadow.slots):
             if not used_somewhere or used_somewhere[slot.index]:
                 slot.parameter.grad = slot.view
-        self.facts.check(facts)
-        self._check_finite(status_of(tail))
+        self.rounds += 1
+        self.facts.compare(self.rounds - 1, silent=True)
+        if self._guard is not None:
+            self._guard.check(self.slots)
 
     def stop(self) -> None:
         """Ends the exchange for good: later backwards leave local gradients. Not needed before exit. Idempotent."""
@@ -442,7 +452,6 @@ class Reducer:
                 if not self.options.gradients_are_views:
                     for bucket in self.buckets:
                         bucket.make_writable()
-                self.facts.say(self._launcher.tail)
                 self._count_unused()
             # Autograd runs the callbacks of each nested backward at its own end, so each of them needs one.
             self._tasks.append(task)
@@ -518,7 +527,7 @@ class Reducer:
         """Launches what remains, waits for everything and leaves averages in `param.grad`; the round is then over.
 
         Raises:
-            MissingGradientError: another rank's backward went wrong.
+            MismatchError, ModelMismatchError, NonFiniteGradientError: on all ranks.
             Exception: what the backend raises when an exchange fails.
         """
         learning = self.static_graph is not None and not self.static_graph.learned
@@ -527,12 +536,6 @@ class Reducer:
         try:
             for slot in missing:
                 self._count_absent(slot)
-            tail = self._launcher.tail
-            status = status_of(tail)
-            # The others must not take sums with zeros in them for averages. The word on it lies behind the last bucket,
-            # so it has to be there before that one leaves.
-            if failed and status is not None and not self._launcher.all_launched:
-                status[self.rank] = 1
             # Also where this rank has failed: its peers wait for every bucket, and would reach their deadline.
             self._launcher.launch_all()
             pending = self.usage.start([s.touched for s in self.slots]) if self.usage.due else None
@@ -546,47 +549,40 @@ class Reducer:
             # What is done with a bucket's averages waits until it is known who used what, and that all are finite.
             # An absent parameter has no gradient before `_deliver`, and one with a graph has its local one.
             late = self._guard is not None or bool(self._launcher.with_graph) or any(s.absent for s in self.slots)
-            early = bool(self.after_exchange) and not failed and pending is None and not late
+            early = bool(self._after_exchange) and not failed and pending is None and not late
             began = waiting_time.begin() if waiting_time.on else 0
             with span("wait for averages"):
-                works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
+                works = [*(bucket.work for bucket in self.buckets), self._with_gradients()]
                 wait_all(works, self._run_after_exchange if early else None)
                 futures, self.post_backward_futures = self.post_backward_futures, []
                 for future in futures:
                     future.wait()
                 if pending is not None:
                     self.usage.finish(pending)
-                facts = self.facts.exchange(self.rounds) if tail is None else tail
             if began:
                 waiting_time.end(began)
             self.timeline.note("exchange_end")
             self.timeline.buckets_exchanged = sum(not bucket.skipped for bucket in self.buckets)
             if not failed:
                 self._deliver(sparse)
-                if self.facts.steps is not None:
-                    self.facts.steps.note_averaged()
+                if self.facts.acts is not None:
+                    self.facts.acts.note_averaged()
                 if learning and self.static_graph is not None:
                     self.static_graph.learn(self.slots)
-                self._errors.check_others(status)
-                self.facts.check(facts)
-            self._check_finite(status)
+            self.facts.compare(self.rounds)
+            if self._guard is not None:
+                self._guard.check(self.slots)
             if not failed and not early:
                 self._run_after_exchange()
         finally:
-            # Also after an error: the other ranks count this round, and every 64th one has an exchange of facts.
+            # Also after an error: the other ranks count this round, and some rounds have an exchange of facts.
             self.usage.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
             self.is_due = False
             self._reset()
 
-    def _check_finite(self, status: torch.Tensor | None) -> None:
-        """Raises on all ranks where one has found a gradient that is not finite; see `NanGuard.check`."""
-        if self._guard is not None:
-            # The last bucket has left before the word on sparse gradients is there.
-            self._guard.check(self.slots, None if self._sparse_slots else status)
-
     def _run_after_exchange(self, index: int | None = None) -> None:
-        for act in self.after_exchange:
+        for act in self._after_exchange:
             for bucket in self.buckets if index is None else self.buckets[index : index + 1]:
                 act(bucket)
 

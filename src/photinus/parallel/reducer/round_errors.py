@@ -1,9 +1,8 @@
 """Errors of a backward: raised at its end, or, where code expects it so, at the next forward.
 
 A guard finds out which rank made the first gradient that is not a finite number. When a bucket is complete and hot in
-the cache, its elements are added up: a NaN or an infinity shows in the sum. What a rank found travels with the last
-bucket, so in the usual case, that all is finite, the guard costs one read of the gradients and no exchange of its own.
-Only when some rank found something do the ranks tell each other what.
+the cache, its elements are added up: a NaN or an infinity shows in the sum. At the end of each round the ranks exchange
+what they found. So the guard costs one read of the gradients, and an exchange of one number per rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ...errors import MissingGradientError, NonFiniteGradientError
-from ...job.world import name_ranks
 from ..exchange.collectives import Average
 from .gradient_memory import Bucket, Slot
 from .options import ReducerOptions
@@ -24,9 +22,6 @@ from .timeline import Timeline
 
 # A large model has thousands, and the names of the modules tell the rest.
 _NAMES_SHOWN = 40
-
-_FOUND = -1.0
-"""What a rank that found something leaves in its element of the last bucket. (1 says that its backward failed.)"""
 
 
 class RoundErrors:
@@ -43,21 +38,6 @@ class RoundErrors:
         """These parameters got no gradient."""
         static = self._options.static_graph
         return self._error(missing_text(self._rank, slots, self._total, self._options.path, static_graph=static))
-
-    def check_others(self, status: torch.Tensor | None) -> None:
-        """Raises (or keeps) an error if another rank's backward went wrong.
-
-        Args:
-            status: an element per rank after the exchange, above zero for such a rank; None where it did not travel.
-        """
-        if status is not None and bool((status > 0).any()):
-            failed = name_ranks((status > 0).nonzero().flatten().tolist())
-            text = (
-                f"rank {self._rank}: the backward of {failed} went wrong (parameters without gradient, or an "
-                f"exception; the error there says more), so this backward's gradients are not the average over all "
-                f"ranks."
-            )
-            self.raise_or_keep(self._error(text))
 
     def raise_or_keep(self, error: MissingGradientError) -> None:
         """Raises it now, at the end of backward, unless the options say: at the next forward."""
@@ -127,18 +107,10 @@ class NanGuard:
         self._average = average
         self._found: Slot | None = None
 
-    def watch(self, bucket: Bucket, status: torch.Tensor | None) -> None:
-        """Looks at a bucket that is about to be launched.
-
-        Args:
-            bucket: its gradients are this rank's own.
-            status: the ranks' elements of the bucket, if it is the last one and has them.
-        """
-        if self._found is None and (bucket.payload.is_floating_point() or bucket.payload.is_complex()):
+    def watch(self, bucket: Bucket) -> None:
+        """A bucket is complete, and leaves."""
+        if self._found is None and (bucket.flat.is_floating_point() or bucket.flat.is_complex()):
             self._found = _first_not_finite(bucket)
-        # A backward that failed has said so in this element already, and that matters more.
-        if self._found is not None and status is not None and status[self._average.group.rank()] == 0:
-            status[self._average.group.rank()] = _FOUND
 
     def watch_sparse(self, slots: Sequence[Slot]) -> None:
         """Looks at this rank's own sparse gradients, which travel when all buckets have left."""
@@ -150,21 +122,16 @@ class NanGuard:
                 if not bool(torch.isfinite(values).all()):
                     self._found = slot
 
-    def check(self, slots: Sequence[Slot], status: torch.Tensor | None) -> None:
+    def check(self, slots: Sequence[Slot]) -> None:
         """Ends a round. Every rank calls it, ranks without input too.
 
         Args:
             slots: all parameters.
-            status: the ranks' elements after the exchange; None where they did not travel, or do not tell all.
 
         Raises:
             NonFiniteGradientError: on every rank, when one rank found something.
         """
         found, self._found = self._found, None
-        # An averaged status that is not a number: the exchange itself overflowed or was given garbage.
-        if status is not None and bool(((status >= 0) & torch.isfinite(status)).all()):
-            return
-        # All ranks have seen the same status, so all of them come here.
         device = slots[0].parameter.device
         mine = torch.tensor([-1 if found is None else found.index], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self._average.world_size)]
@@ -182,9 +149,9 @@ class NanGuard:
 
 def _first_not_finite(bucket: Bucket) -> Slot | None:
     # Half precision is added up in float32, which its sum cannot leave.
-    dtype = torch.float32 if bucket.payload.dtype.itemsize < 4 else None
+    dtype = torch.float32 if bucket.flat.dtype.itemsize < 4 else None
     # A sum is one pass; isfinite would write a mask as large as the bucket.
-    total = bucket.payload.sum(dtype=dtype).abs().item()
+    total = bucket.flat.sum(dtype=dtype).abs().item()
     if math.isfinite(total):
         return None
     for slot in bucket.slots:

@@ -103,7 +103,7 @@ class Zero1Strategy(DDPStrategy):
             reads = partial(_unaveraged, reference), partial(_gradient_memory, reference)
             facts = StepFacts(wrapped._named_parameters(), self.group, *reads)
             note_steps(optimizers, facts)
-            wrapped.step_facts = wrapped.reducer.facts.steps = facts
+            wrapped.compare_acts(facts)
         return wrapped
 
     def save(self, part: nn.Module | Optimizer) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _unaveraged(reference: weakref.ref[Any], parameters: Sequence[torch.Tensor])
 
 def _gradient_memory(reference: weakref.ref[Any]) -> list[torch.Tensor]:
     wrapped = reference()
-    return [] if wrapped is None else [bucket.payload for bucket in wrapped.reducer.buckets]
+    return [] if wrapped is None else [bucket.flat for bucket in wrapped.reducer.buckets]
 
 
 class DPStrategy(Strategy):

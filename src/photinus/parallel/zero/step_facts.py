@@ -12,9 +12,9 @@ digest of what it did, of all its steps so far. It covers, of each step:
     values        "zero1" on CPUs, which holds all on each rank: of a part of the gradients and parameters, in turn, in
                   every eighth step and where something was changed
 
-Once ranks differ, their digests do for good, so comparing them may wait: under "zero1" they travel with the next
-gradients (see `rank_facts`), under "zero2" and "zero3" every few forwards exchange them, and `photinus.save` and a
-Loop compare them. Only where they differ do the ranks tell each other what they did.
+Once ranks differ, their digests do for good, so comparing them may wait: under "zero1" every few exchanges of gradients
+compare them (see `rank_facts`), under "zero2" and "zero3" every few forwards, and `photinus.save` and a Loop, too. Only
+where they differ do the ranks tell each other what they did.
 """
 
 from __future__ import annotations
