@@ -92,13 +92,7 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup, length: int | None =
     device, size = control_device(group), group.size()
     if size == 1:
         return [data]
-    if length is not None:
-        lengths = [length] * size
-    else:
-        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        counts = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(counts, mine, group=group)
-        lengths = [int(each) for each in counts]
+    lengths = [count for (count,) in gather_numbers([len(data)], group)] if length is None else [length] * size
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     if not padded.numel():
         return [b""] * size
@@ -108,6 +102,14 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup, length: int | None =
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group=group)
     return [part[:end].cpu().numpy().tobytes() for part, end in zip(gathered, lengths, strict=True)]
+
+
+def gather_numbers(own: Sequence[float], group: dist.ProcessGroup, dtype: torch.dtype = torch.int64) -> list[list[Any]]:
+    """Every rank's numbers, by rank, on every rank. Called by all ranks of the group, with as many numbers on each."""
+    row = torch.tensor(own, dtype=dtype, device=control_device(group))
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    return cast("list[list[Any]]", torch.stack(rows).tolist())
 
 
 def wait_all(works: Sequence[Pending | None], after: Callable[[int], None] | None = None) -> None:

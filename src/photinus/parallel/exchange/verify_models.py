@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ... import env
 from ...errors import DeviceError, ModelMismatchError
 from ...job.world import name_ranks
-from .collectives import all_gather_bytes, control_device
+from .collectives import all_gather_bytes, gather_numbers
 from .tensors import dense_strides
 
 T = TypeVar("T")
@@ -137,10 +137,8 @@ def compare_parameters(pairs: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
     """
     if not pairs:
         return
-    own = torch.stack([digest_of(parameter).cpu() for _, parameter in pairs]).to(control_device(group))
-    gathered = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(gathered, own, group=group)
-    digests = torch.stack(gathered).cpu()
+    own = torch.stack([digest_of(parameter).cpu() for _, parameter in pairs]).tolist()
+    digests = torch.tensor(gather_numbers(own, group))
     differing = (digests != digests[0]).any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return

@@ -24,14 +24,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...errors import MismatchError
 from ...job.world import name_ranks
 from ...optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ..exchange.agreement import JSON, check_alike
-from ..exchange.collectives import Average, control_device
+from ..exchange.collectives import Average, control_device, gather_numbers
 from ..exchange.verify_models import compare_parameters, digest_of, ranks_by
 from .gradient_memory import Slot
 
@@ -131,11 +130,7 @@ class RankFacts(StepWatcher):
         acts = 0 if self.acts is None or self.acts.is_deferred else self.acts.digest
         own = [1 + self._steps, self._kept, acts, self._weights]
         self._weights = 0
-        row = torch.tensor(own if self._sees_steps and not silent else [0] * len(own), dtype=torch.int64)
-        row = row.to(control_device(self._average.group))
-        gathered = [torch.empty_like(row) for _ in range(self._average.world_size)]
-        dist.all_gather(gathered, row, group=self._average.group)
-        rows = torch.stack(gathered).tolist()
+        rows = gather_numbers(own if self._sees_steps and not silent else [0] * len(own), self._average.group)
         steps, kept, acts_of, weights = ({each for each in column if each} for column in zip(*rows, strict=True))
         if len(steps) > 1:
             raise MismatchError(self._out_of_step_text([row[0] - 1 for row in rows]))

@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ...errors import MissingGradientError, NonFiniteGradientError
-from ..exchange.collectives import Average
+from ..exchange.collectives import Average, gather_numbers
 from .gradient_memory import Bucket, Slot
 from .options import ReducerOptions
 from .timeline import Timeline
@@ -132,11 +131,8 @@ class NanGuard:
             NonFiniteGradientError: on every rank, when one rank found something.
         """
         found, self._found = self._found, None
-        device = slots[0].parameter.device
-        mine = torch.tensor([-1 if found is None else found.index], dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self._average.world_size)]
-        dist.all_gather(everyone, mine, group=self._average.group)
-        for rank, index in enumerate(int(each.item()) for each in everyone):
+        everyone = gather_numbers([-1 if found is None else found.index], self._average.group)
+        for rank, (index,) in enumerate(everyone):
             # Every rank names the same one: the first in the order of ranks.
             if index >= 0:
                 raise NonFiniteGradientError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..exchange.collectives import Average
+from ..exchange.collectives import Average, gather_numbers
 
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
@@ -33,14 +33,12 @@ def average_sparse(
     """
     if not parameters:
         return []
-    device = parameters[0].device
     # Equal indices are added here, so that fewer entries travel.
     coalesced = [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
-    mine = torch.tensor([_state(gradient) for gradient in coalesced], dtype=torch.int64, device=device)
-    states = [torch.empty_like(mine) for _ in range(average.world_size)]
-    dist.all_gather(states, mine, group=average.group)
+    own = [number for gradient in coalesced for number in _state(gradient)]
     # All ranks see all states, so all take the same branch below.
-    by_rank = [state.tolist() for state in states]
+    rows = gather_numbers(own, average.group)
+    by_rank = [[row[begin : begin + 3] for begin in range(0, len(row), 3)] for row in rows]
     averages: list[torch.Tensor | None] = []
     for index, (parameter, gradient) in enumerate(zip(parameters, coalesced, strict=True)):
         kinds = {state[index][0] for state in by_rank}

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from ...errors import ModelMismatchError, PhotinusError
 from ..exchange.agreement import JSON, check_alike, gather_per_rank
-from ..exchange.collectives import control_device
+from ..exchange.collectives import control_device, gather_numbers
 from ..exchange.verify_models import digest_of
 from .split_states import is_split, own_part
 
@@ -286,7 +286,7 @@ class StepFacts:
         """Refuses gradients of `no_sync` that nothing has averaged: unless they are equal, as averaged by hand."""
         waiting = set(names)
         own = [_flat(p.grad) for p, name in zip(self._parameters, self._names, strict=True) if name in waiting]
-        if len(set(self._gather(int(sum(digest_of(each) for each in own)) % 2**62))) > 1:
+        if not self._is_alike(int(sum(digest_of(each) for each in own)) % 2**62):
             raise unaveraged_error(optimizer, names)
 
     # ---- comparing
@@ -311,7 +311,7 @@ class StepFacts:
         if self._group.size() == 1:
             return
         pending = [i for i, p in enumerate(self._parameters) if self._version(p) != self._versions[i]] if saving else []
-        if len(set(self._gather(_hash((self.digest, pending))))) > 1:
+        if not self._is_alike(_hash((self.digest, pending))):
             self.explain({f"changed after step {self._steps}": [self._names[index] for index in pending]})
         self.forget()
 
@@ -369,11 +369,8 @@ class StepFacts:
             found[f"{where}digest of {name}"] = f"{value % 2**32:08x}"
         return found
 
-    def _gather(self, number: int) -> list[int]:
-        own = torch.tensor([number], dtype=torch.int64, device=control_device(self._group))
-        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(gathered, own, group=self._group)
-        return [int(each) for each in torch.cat(gathered).tolist()]
+    def _is_alike(self, number: int) -> bool:
+        return len({each for (each,) in gather_numbers([number], self._group)}) == 1
 
 
 def facts_of(parameters: Iterable[Tensor]) -> list[StepFacts]:
