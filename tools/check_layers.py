@@ -49,7 +49,7 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2243,
+    "backend": 2246,
     "cli": 1037,
     "compat": 617,
     "job": 2325,

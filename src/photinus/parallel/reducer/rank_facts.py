@@ -4,7 +4,7 @@ A small exchange follows the second exchange of gradients and every 64th from th
 8th). In it each rank gives four numbers:
 
     steps      optimizer steps so far: ranks that differ are out of step, and average gradients of different steps
-    kept       a digest of which steps began with gradients of the step before
+    stale      a digest of which steps began with gradients of the step before
     acts       where ranks split the steps: a digest of what each did around its own (see zero.step_facts)
     weights    a digest of the parameters; not under communication hooks, which may let weights differ on purpose
 
@@ -91,8 +91,8 @@ class RankFacts(StepWatcher):
         self._weights = 0
         self._versions = [-1] * len(self._witnesses)  # of their gradients in the last step
         self._keeps = False  # gradients of the last step, in the backwards since then
-        self._kept_in: list[int] = []  # steps
-        self._kept = 0
+        self._stale_in: list[int] = []  # steps
+        self._stale = 0
         if self.acts is not None:
             self.acts.restart()
 
@@ -128,14 +128,14 @@ class RankFacts(StepWatcher):
         if not self._is_followed(rounds):
             return
         acts = 0 if self.acts is None or self.acts.is_deferred else self.acts.digest
-        own = [1 + self._steps, self._kept, acts, self._weights]
+        own = [1 + self._steps, self._stale, acts, self._weights]
         self._weights = 0
         rows = gather_numbers(own if self._sees_steps and not silent else [0] * len(own), self._average.group)
-        steps, kept, acts_of, weights = ({each for each in column if each} for column in zip(*rows, strict=True))
+        steps, stale, acts_of, weights = ({each for each in column if each} for column in zip(*rows, strict=True))
         if len(steps) > 1:
             raise MismatchError(self._out_of_step_text([row[0] - 1 for row in rows]))
-        if len(kept) > 1:
-            self._compare_kept()
+        if len(stale) > 1:
+            self._compare_stale()
         if len(acts_of) > 1 and self.acts is not None:
             self.acts.explain()
         # A digest names no parameter, so the parameters themselves are compared.
@@ -153,8 +153,8 @@ class RankFacts(StepWatcher):
             self._steps += 1
             self._count_update()
             if self._keeps:
-                self._kept_in.append(self._steps)
-            self._kept = (31 * self._kept + 1 + self._keeps) % _MODULUS
+                self._stale_in.append(self._steps)
+            self._stale = (31 * self._stale + 1 + self._keeps) % _MODULUS
             self._versions = [_version(slot) for slot in self._witnesses]
 
     def _is_followed(self, rounds: int) -> bool:
@@ -162,8 +162,8 @@ class RankFacts(StepWatcher):
         every = _EXCHANGES_PER_ACTS if often else _EXCHANGES_PER_FACTS
         return self._checked and rounds % every == 1
 
-    def _compare_kept(self) -> None:
-        last: JSON = [*self._kept_in[-_STEPS_NAMED:]]
+    def _compare_stale(self) -> None:
+        last: JSON = [*self._stale_in[-_STEPS_NAMED:]]
         text = "some ranks stepped with gradients of the step before"
         try:
             check_alike({"such steps": last}, text, self._average.group)
@@ -175,8 +175,8 @@ class RankFacts(StepWatcher):
 
     def _out_of_step_text(self, steps: Sequence[int]) -> str:
         """`steps` has the number of each rank, -1 for those that gave none."""
-        counts = sorted((made, ranks) for made, ranks in ranks_by(steps).items() if made >= 0)
-        text = "; ".join(f"{name_ranks(ranks)}: {made} optimizer steps" for made, ranks in counts)
+        counts = sorted((number, ranks) for number, ranks in ranks_by(steps).items() if number >= 0)
+        text = "; ".join(f"{name_ranks(ranks)}: {number} optimizer steps" for number, ranks in counts)
         return (
             f"the ranks are out of step, seen from rank {self._average.group.rank()}: the gradients averaged just now "
             f"were computed after {text}. Some rank ran a backward inside no_sync() that others ran outside of it, or "
