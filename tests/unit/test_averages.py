@@ -112,6 +112,7 @@ def test_it_averages_the_model_that_it_was_made_from() -> None:
     state = {"second": second, "other": other, "ema": average}
     loop = photinus.Loop(first, optimizer, points(), batch_size=16, epochs=1, state=state, report=QUIET)
     for inputs, _ in loop:
+        second.zero_grad()
         loop.backward(first(inputs).mean() + second(inputs).mean())
         optimizer.step()
         if loop.step == 2:

@@ -243,7 +243,7 @@ class Loop:
         self._is_writing = False
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
-        self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
+        self._suspending = False  # all ranks have agreed to leave when this step's checkpoint is saved
         is_visible = report.progress and self._session.is_main
         self._progress = Progress(is_visible, length, None if is_stream else self._batches_per_epoch, self._accumulate)
         whole = {name: getattr(self, name) for name in ("epochs", "steps", "steps_per_epoch")}
@@ -517,7 +517,7 @@ class Loop:
         self._snapshots.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
         # Without a folder there would be nothing to resume from.
-        watch = preemption.Watch(self._session.suspends and self.out is not None)
+        self._signals = preemption.Watch(self._session.suspends and self.out is not None)
         note_place("")
         has_ended = False
         try:
@@ -553,11 +553,9 @@ class Loop:
                     position.step += 1
                     keeps = self._snapshots.settle(position.step, self._saved_step)
                     status.tell(steps=position.step)
-                    self._suspending = self._suspending or watch.requested(position.step)
-                    self._save_wanted |= self._suspending
                     self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)
                     # In its last step a run finishes instead: there would be nothing left to resume.
-                    if self._suspending and self._saved_step == position.step and not self.finished:
+                    if self._suspending and not self.finished:
                         self._leave_suspended()
                     if self._spec.length.reached(position):
                         break
@@ -574,7 +572,7 @@ class Loop:
                 self._backwards.body_ended()
                 self._numbers.drop_last()
             self._progress.close()
-            watch.close()
+            self._signals.close()
             self._folder.settle()  # left early
 
     @contextmanager
@@ -614,8 +612,13 @@ class Loop:
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
         # First the numbers: a checkpoint relies on all rows up to it.
-        if row_ended or epoch_ended or self._save_wanted or keeps or self._numbers.due:
-            self._exchange(epoch_ended)
+        wants_to_leave = self._signals.wants(position.step)
+        is_alone = wants_to_leave and self._session.world_size == 1  # nobody else has to exchange
+        if row_ended or epoch_ended or self._save_wanted or keeps or self._numbers.due or is_alone:
+            self._exchange(epoch_ended, wants_to_leave)
+            if self._suspending and not self._save_wanted:
+                self._save_wanted = True
+                self._exchange(epoch_ended, wants_to_leave)  # compares the ranks before the checkpoint
         self._progress.step(batch.global_samples, position.newest)
         if row_ended:
             self._end_row(epoch_ended)
@@ -637,19 +640,21 @@ class Loop:
             self._snapshots.take(position, self._saved_step)
         self._save_wanted |= self._save_is_due  # after the next step
 
-    def _exchange(self, epoch_ended: bool) -> None:
-        """Brings the numbers of all ranks together, and agrees on stopping and on saving."""
+    def _exchange(self, epoch_ended: bool, wants_to_leave: bool) -> None:
+        """Brings the numbers of all ranks together, and agrees on stopping, saving and suspending."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
-        wishes = self._stop_wanted, due, self._folder.has_written
-        stops, self._save_is_due, is_written = self._numbers.exchange(
+        wishes = self._stop_wanted, due, self._folder.has_written, wants_to_leave
+        stops, self._save_is_due, is_written, self._suspending = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
         if is_written:
             self._collect()
+        if self._suspending:
+            status.tell(letter="s")
         if stops:
             position.stopped_of = self._spec.length.wanted
             self._folder.tell("stop", position.step, epoch=self.epoch)
