@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import socket
@@ -13,13 +14,14 @@ from collections.abc import Callable
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.job import channel, ports
+from photinus.job import channel, client, ports
 from photinus.job.channel import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.job.deaths import Death, Raised
 from photinus.job.ports import PortTakenError, listen, local_addresses_of
 from photinus.job.restart_policy import Report
-from photinus.job.spec import HostSpec
+from photinus.job.spec import HostSpec, JobSpec, Program
 from photinus.run.local import join
+from photinus.run.local.job import Job
 from photinus.run.local.store import StoreProcess
 
 
@@ -182,17 +184,17 @@ def test_a_proof_that_was_heard_serves_no_other_purpose_and_no_second_time():
 
 
 def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_a_stranger_elsewhere(monkeypatch):
-    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.1)
-    monkeypatch.setattr(channel, "_STRANGER_S", 0.2)
+    monkeypatch.setattr(client, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(client, "_STRANGER_S", 0.2)
     with listen("127.0.0.1", 0) as silent:
         where = silent.getsockname()
         with pytest.raises(asyncio.TimeoutError):
-            asyncio.run(channel.dial(*where, b"key", "host", is_known=True))
+            asyncio.run(client.dial(*where, b"key", "host", is_known=True))
         with pytest.raises(
             LaunchError,
             match="does not answer as the host that leads this job: it accepts the connection and sends noth",
         ):
-            asyncio.run(channel.dial(*where, b"key", "host"))
+            asyncio.run(client.dial(*where, b"key", "host"))
 
 
 class Marker:
@@ -228,7 +230,7 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
         Death(3, 1, 44, "b", 1, now - 1.0, 9.0, raised=raised),
         Death(2, 0, 43, "b", -9, now - 0.5, 9.0, ended_by_us=True),
     )
-    back = channel.report_from_json(channel.report_to_json(Report(deaths, (5, 6), 120, 100)))
+    back = Report.from_json(Report(deaths, (5, 6), 120, 100).to_json())
     assert (back.finished, back.steps, back.saved) == ((5, 6), 120, 100)
     assert back.deaths[0].raised is not None
     assert (back.deaths[0].raised.chain, back.deaths[0].raised.place) == (raised.chain, raised.place)
@@ -240,8 +242,8 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
             before.status,
             before.ended_by_us,
         )
-    with pytest.raises(channel.MessageError, match="not a report"):
-        channel.report_from_json({"deaths": [{"rank": 1}], "finished": []})
+    with pytest.raises(ValueError, match="not a report"):
+        Report.from_json({"deaths": [{"rank": 1}], "finished": []})
 
 
 def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], outside: list[str]) -> tuple[str, str]:
@@ -293,20 +295,15 @@ def test_other_names_are_taken_at_their_word(monkeypatch, name, own, outside):
     assert leader_of(name, monkeypatch, own=own, outside=outside) == (own[0], "")
 
 
+def job(hosts: HostSpec, workers: int = 1) -> Job:
+    return Job(JobSpec(Program("script", "x.py"), max_restarts=0, stop_grace_s=1.0, hosts=hosts), "job", workers, {})
+
+
 def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_limit(monkeypatch):
     monkeypatch.setattr("photinus.job.client._SAY_AFTER_S", 0.2)
     said: list[str] = []
     flags = HostSpec((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
-    with join.join_job(
-        flags,
-        job_id="j",
-        max_restarts=0,
-        stop_grace_s=1.0,
-        environ={},
-        store=StoreProcess(),
-        say=lambda text, _: said.append(text),
-    ) as member:
-        member.introduce(1, 0, (2, 2))
+    with join.join_job(job(flags), store=StoreProcess(), say=lambda text, _: said.append(text)) as member:
         with pytest.raises(
             LaunchError,
             match=r"could not reach the host that leads the job within 0.5 s: nosuch.invalid port 29500: \S+",
@@ -327,18 +324,18 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
 
     monkeypatch.setattr(join, "local_addresses_of", late)
     flags = HostSpec((1, 2), leader="late.invalid", port=port, last_call_s=0.0, join_timeout_s=20.0)
-    with join.join_job(
-        flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, store=StoreProcess(), say=lambda *_: None
-    ) as member:
+    with (
+        contextlib.closing(StoreProcess()) as store,
+        join.join_job(job(flags, 3), store=store, say=lambda *_: None) as member,
+    ):
         assert not member.leads
-        member.introduce(3, None, (1, 2))
         formation = member.meet(lambda: None)
         assert (member.leads, formation.workers, formation.host_rank) == (True, (3,), 0)
 
 
 def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_there(monkeypatch):
     for limit in ("_HANDSHAKE_S", "_STRANGER_S"):
-        monkeypatch.setattr(f"photinus.job.channel.{limit}", 0.1)
+        monkeypatch.setattr(f"photinus.job.client.{limit}", 0.1)
     looks = iter([socket.gaierror(-2, "Name or service not known")] * 2)
 
     def late(host: str) -> list[str]:
@@ -350,9 +347,6 @@ def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_the
     monkeypatch.setattr(join, "local_addresses_of", late)
     with listen("127.0.0.1", 0) as taken:
         flags = HostSpec((2, 2), leader="late.invalid", port=taken.getsockname()[1], join_timeout_s=2.0)
-        with join.join_job(
-            flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, store=StoreProcess(), say=lambda *_: None
-        ) as member:
-            member.introduce(1, None, (2, 2))
+        with join.join_job(job(flags), store=StoreProcess(), say=lambda *_: None) as member:
             with pytest.raises(LaunchError, match=r"127\.0\.0\.1 port \d+ does not answer as the host that leads"):
                 member.meet(lambda: None)

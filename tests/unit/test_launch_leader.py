@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -16,16 +17,17 @@ from typing import Any
 import pytest
 
 from photinus import __version__
-from photinus.job import channel
-from photinus.job import client as member
+from photinus.job import channel, client
 from photinus.job.attempt import JobEndedError
-from photinus.job.channel import answer, dial, key_of
+from photinus.job.channel import answer, key_of
+from photinus.job.client import SeveralHosts, dial
 from photinus.job.deaths import Death, Raised
 from photinus.job.membership import Membership
 from photinus.job.ports import listen
 from photinus.job.relay import Relay
-from photinus.job.restart_policy import Report
+from photinus.job.restart_policy import Report, RestartPolicy
 from photinus.job.server import Leader, serve_in_thread
+from photinus.job.spec import HostSpec
 from photinus.run.local.store import StoreProcess
 
 KEY = key_of("secret", "job")
@@ -57,16 +59,21 @@ async def host(port: int, name: str, *, leads: bool = False, **more: Any) -> Hos
     return made
 
 
+def made(listener: socket.socket, said: list[str], heartbeat_timeout_s: float = 30.0) -> Leader:
+    policy = RestartPolicy(1)
+    rules = Membership(2, 2, 60.0, 1.0, heartbeat_timeout_s, spend_restart=policy.spend_restart)
+    return Leader(KEY, listener, rules, policy, job_id="job", say=lambda text, _: said.append(text))
+
+
 def with_leader(
     test: Callable[[int], Coroutine[Any, Any, None]], said: list[str] | None = None, heartbeat_timeout_s: float = 30.0
 ) -> None:
     async def run() -> None:
         listener = listen("127.0.0.1", 0)
         port: int = listener.getsockname()[1]
-        rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0, heartbeat_timeout_s=heartbeat_timeout_s)
         said_by_leader = [] if said is None else said
-        leader = Leader(KEY, rules, max_restarts=1, job_id="job", say=lambda text, _: said_by_leader.append(text))
-        await leader.open(listener)
+        leader = made(listener, said_by_leader, heartbeat_timeout_s)
+        await leader.open()
         try:
             await test(port)
         finally:
@@ -100,7 +107,7 @@ async def store() -> asyncio.Server:
 
 def failure() -> dict[str, Any]:
     death = Death(2, 0, 7, "b", 1, 0.0, 1.0, raised=Raised((("OSError", "disk"),), "Traceback ..."))
-    return channel.report_to_json(Report((death,), (), steps=1))
+    return Report((death,), (), steps=1).to_json()
 
 
 def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_are_refused():
@@ -122,7 +129,7 @@ def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_ar
 
         second.say("report", report=failure())
         await first.hear("stop")
-        first.say("report", report=channel.report_to_json(Report((), ())))
+        first.say("report", report=Report((), ()).to_json())
         verdict = await second.hear("verdict")
         assert (verdict["restart"], verdict["rank"], verdict["host"]) == (True, 2, "b")
         assert "rank 2 (pid 7) raised OSError: disk" in said[-1]
@@ -251,10 +258,8 @@ def test_a_leader_that_ends_before_it_has_workers_says_so():
 
 @pytest.mark.timeout(20)
 def test_a_leader_that_cannot_begin_says_so_where_it_is_started() -> None:
-    rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)
-    leader = Leader(KEY, rules, max_restarts=1, job_id="job", say=lambda *_: None)
     with socket.socket(type=socket.SOCK_DGRAM) as wrong:  # any error of asyncio's will do
-        with pytest.raises(ValueError, match="Stream Socket"), serve_in_thread(leader, wrong):
+        with pytest.raises(ValueError, match="Stream Socket"), serve_in_thread(made(wrong, [])):
             pass
 
 
@@ -270,10 +275,10 @@ class PlayedLeader:
             await asyncio.to_thread(delays.get(self.dials, lambda: None))
             return await dial(*given, **named)
 
-        monkeypatch.setattr(member, "dial", watched)
+        monkeypatch.setattr(client, "dial", watched)
 
     @contextlib.asynccontextmanager
-    async def host(self, heartbeat_timeout_s: float) -> AsyncIterator[member.Member]:
+    async def host(self, heartbeat_timeout_s: float) -> AsyncIterator[SeveralHosts]:
         """A host that has said hello to the first."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -283,22 +288,17 @@ class PlayedLeader:
             self.came.put_nowait(Host(reader, writer))
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        where = "127.0.0.1", server.sockets[0].getsockname()[1], KEY
-        limits = {"join_timeout_s": DEADLINE_S, "heartbeat_timeout_s": heartbeat_timeout_s}
-        made = member.Member(
-            *where,
-            leads=False,
-            lead=lambda: (False, *where[:2]),
-            comes_back=True,
-            say=print,
-            store=StoreProcess(),
-            **limits,
-        )
-        await asyncio.to_thread(made.introduce, 2, None, (2, 2))
+        port = server.sockets[0].getsockname()[1]
+        hosts = HostSpec((2, 2), join_timeout_s=DEADLINE_S, heartbeat_timeout_s=heartbeat_timeout_s)
+        lead = False, "127.0.0.1", port
+        peers = SeveralHosts(hosts, 2, KEY, lead=lambda: lead, comes_back=True, say=print, store=StoreProcess())
+        serving = serve_in_thread(peers)
+        await asyncio.to_thread(serving.__enter__)
         try:
-            yield made
+            yield peers
         finally:
-            await asyncio.to_thread(made.close)
+            await asyncio.to_thread(serving.__exit__, None, None, None)
+            os.close(peers.fd)
             while not self.came.empty():
                 self.came.get_nowait().writer.close()
             server.close()

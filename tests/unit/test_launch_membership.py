@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from photinus.job.deaths import Death, Raised
-from photinus.job.membership import Decide, Drop, End, Form, Membership, PeerHost, RefusedHostError, Regroup, Say, Stop
+from photinus.job.membership import (
+    Decide,
+    Drop,
+    End,
+    Membership,
+    PeerHost,
+    RefusedHostError,
+    Regroup,
+    Say,
+    StartAttempt,
+    Stop,
+)
 from photinus.job.restart_policy import Report
 
 
@@ -13,9 +24,7 @@ def meeting(
     least: int = 2, most: int | None = None, *, join_timeout_s: float = 600.0, restarts: tuple[str, ...] = ()
 ) -> Membership:
     left = iter(restarts)
-    rules = Membership(least, most or least, join_timeout_s=join_timeout_s, last_call_s=5.0)
-    rules.spend_restart = lambda: next(left, "")
-    return rules
+    return Membership(least, most or least, join_timeout_s, 5.0, spend_restart=lambda: next(left, ""))
 
 
 def peer(key: int, *, workers: int = 2, node_rank: int | None = None, leads: bool = False) -> PeerHost:
@@ -43,7 +52,7 @@ def test_a_fixed_number_of_hosts_starts_when_all_are_ready():
     assert come(rules, 0, 1) == []
     rules.add(peer(2), 1.0)
     (form,) = rules.ready(2, 2.0)
-    assert form == Form((peer(0, leads=True), peer(1), peer(2)), attempt=0)
+    assert form == StartAttempt((peer(0, leads=True), peer(1), peer(2)), attempt=0)
 
 
 def test_the_leader_is_first_and_the_others_are_numbered_as_they_came():
@@ -147,7 +156,7 @@ def test_a_host_that_is_never_ready_is_left_out_after_the_join_timeout_and_may_c
     rules = meeting(1, 2, join_timeout_s=60.0)
     come(rules, 0)
     rules.add(peer(1), 1.0)
-    assert not any(isinstance(act, Form) for act in rules.tick(59.0))
+    assert not any(isinstance(act, StartAttempt) for act in rules.tick(59.0))
     (form,) = rules.tick(61.0)
     assert [each.key for each in form.peers] == [0]
     (regroup,) = rules.ready(1, 62.0)
@@ -182,7 +191,7 @@ def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
     (regroup,) = rules.ready(1, 61.0)
     assert regroup == Regroup((0,), "host b (10.0.0.2) has joined", unharmed=True)
     (form,) = rules.ready(0, 63.0)
-    assert form == Form((peer(0, leads=True), peer(1)), attempt=1)
+    assert form == StartAttempt((peer(0, leads=True), peer(1)), attempt=1)
 
 
 @pytest.mark.parametrize("whole_host", [True, False])
@@ -197,6 +206,20 @@ def test_a_host_that_comes_when_a_rank_has_ended_well_restarts_nobody(whole_host
     rules.remove_host(0, "was lost", 30.0, lost=True)
     (form,) = rules.ready(1, 31.0)  # it takes part in the next attempt
     assert [each.key for each in form.peers] == [1, 2]
+
+
+def test_a_host_that_comes_in_the_attempt_after_one_in_which_a_rank_ended_is_let_in():
+    rules = meeting(1, 2)
+    come(rules, 0)
+    rules.tick(5.0)
+    rules.note_ended_rank()
+    (stop,) = [act for act in rules.fail(0, report("lost"), 10.0) if isinstance(act, Decide)]
+    assert stop.keys == (0,)
+    rules.go_on(True, 10.0)
+    rules.ready(0, 11.0)
+    assert [type(act) for act in rules.tick(13.0)] == [StartAttempt]
+    (regroup,) = come(rules, 1, at_s=20.0)
+    assert regroup == Regroup((0,), "host b (10.0.0.2) has joined", unharmed=True)
 
 
 def test_a_lost_host_ends_a_job_of_a_fixed_number():
@@ -214,7 +237,7 @@ def test_a_lost_host_costs_a_job_of_a_fixed_number_a_restart_and_is_waited_for()
     assert rules.ready(0, 41.0) == []
     assert rules.tick(44.0) == [Say("waiting for 2 hosts, 596 s more at most; here: a (10.0.0.1)")]
     (form,) = come(rules, 2, at_s=100.0)
-    assert form == Form((peer(0, leads=True), peer(2)), attempt=1)
+    assert form == StartAttempt((peer(0, leads=True), peer(2)), attempt=1)
     assert rules.remove_host(2, "was lost: cut off", 200.0, lost=True) == [
         End("host c (10.0.0.3) was lost: cut off", 1)
     ]
@@ -298,7 +321,7 @@ def test_a_lost_host_makes_the_others_go_on_where_hosts_may_go():
     assert rules.remove_host(1, "was lost: cut off", 9.0) == [Regroup((0,), "host b (10.0.0.2) was lost: cut off")]
     assert rules.ready(0, 10.0) == []
     (form,) = rules.tick(11.0)  # a short last call: it might come back
-    assert form == Form((peer(0, leads=True),), attempt=1)
+    assert form == StartAttempt((peer(0, leads=True),), attempt=1)
 
 
 def test_a_job_with_fewer_hosts_than_the_least_waits_for_more():

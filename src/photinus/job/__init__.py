@@ -13,11 +13,11 @@
     restart_policy  after a failed attempt: what is said, and whether there is another
     membership      the rules by which hosts start, stop, start again and end. No sockets, clock, processes
     spec            what to start where: resolved once, the only thing that leaves the command line
-    attempt         one attempt at a job: who takes part, which ranks have ended, and what other hosts want
+    attempt         one attempt at a job: who takes part, which ranks have ended, and what an agent asks of its peers
     channel         launchers' connections: both ends prove that they know the job's secret, then send JSON
     relay           brings this host's workers to the store on the leader's host
     server          the leading host's end, in a thread of its own: one port, behind which hosts meet and the store is
-    client          a host's end: dials the leader, proves itself, and speaks for this host's agent
+    client          a host's end: dials the leader, proves itself, and is the `Peers` of this host's agent
 
 Reads the environment it is given, and refuses contradictions instead of guessing.
 """

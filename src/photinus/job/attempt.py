@@ -8,11 +8,12 @@ Only its launcher can know, for it has no connection to any of them yet: the lau
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import LaunchError
+from .restart_policy import Report, Verdict
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -65,6 +66,41 @@ class Formation:
     def world_size(self) -> int:
         """Workers of all hosts."""
         return sum(self.workers)
+
+
+class Peers(Protocol):
+    """The hosts of the job, for this host's agent: `agent.OneHost` or `client.SeveralHosts`.
+
+    The agent calls `meet` first. Then, while workers run, `order` again and again and the two reports; after a failure
+    of this host's workers `verdict_on`; `leave` before it goes because of a signal. `check` is called often and may
+    raise, which ends the wait. JobEndedError: the job is over.
+    """
+
+    @property
+    def fd(self) -> int | None:
+        """Return a descriptor that is readable when `order` may have one; None: there never is one."""
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this host's terminal shows what concerns all hosts."""
+
+    def meet(self, check: Callable[[], None]) -> Formation:
+        """Wait for the next attempt, in which all hosts are ready, and return who takes part."""
+
+    def order(self) -> Order | None:
+        """Return what this host has to do, if it is anything else than to go on."""
+
+    def report_ended(self, ranks: Sequence[int]) -> None:
+        """Report that these workers ended well while others run: these may wait for them in vain."""
+
+    def report_finished(self) -> None:
+        """Report that all workers of this host ended well; "done" follows, or another order."""
+
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+        """Return what follows from a failed attempt, or the order "regroup" when what failed was another host."""
+
+    def leave(self, reason: str, exit_code: int) -> None:
+        """Report that this host goes."""
 
 
 class AttemptStore(Protocol):

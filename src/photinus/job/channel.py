@@ -20,20 +20,12 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-from ..errors import LaunchError
-from .deaths import Death, Raised
-from .restart_policy import Report
 
 BANNER = b"PHOTINUS-JOB/1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_CONNECT_S = 5.0
-_HANDSHAKE_S = 3.0
-_STRANGER_S = 1.5  # so long may the leader of the last job on this port take to go away
-_PAUSE_S = 0.2
 
 
 class HandshakeError(Exception):
@@ -144,40 +136,6 @@ def _excerpt(data: bytes | bytearray) -> str:
     return repr(data[:40].decode("ascii", "backslashreplace").rstrip()) + (" ..." if len(data) > 40 else "")
 
 
-async def dial(
-    address: str, port: int, key: bytes, purpose: str, *, is_known: bool = False
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the leader, proved on both sides; `is_known`: it has proved itself there before.
-
-    Raises:
-        LaunchError: something else is behind that port; says what it does.
-        OSError, asyncio.TimeoutError: nobody is there (yet), or the known leader is silent (stopped, or its host is).
-    """
-    begun_s = time.monotonic()
-    while True:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _CONNECT_S)
-        try:
-            await prove(reader, writer, key, purpose, timeout_s=_HANDSHAKE_S)
-            return reader, writer
-        except HandshakeError as error:
-            writer.close()
-            if is_known and isinstance(error.__cause__, asyncio.TimeoutError):
-                raise error.__cause__ from None
-            if time.monotonic() - begun_s > _STRANGER_S:
-                raise LaunchError(_stranger(address, port, error)) from None
-        await asyncio.sleep(_PAUSE_S)
-
-
-def _stranger(address: str, port: int, error: HandshakeError) -> str:
-    advice = (
-        "Give all hosts the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if you set it; or give this job another "
-        "--master-port."
-        if isinstance(error, RefusedError)
-        else f"Give all hosts another --master-port (`ss -ltnp 'sport = :{port}'` there shows the process)."
-    )
-    return f"{address} port {port} does not answer as the host that leads this job: {error}. {advice}"
-
-
 BEAT_S = 1.0
 SAY_AFTER_S, _STEP_S = 3.0, 0.5
 _RTO_MAX_MS, _SOON_MS = 44, 1000  # TCP_RTO_MAX_MS, since Linux 6.15; Python has no name for it yet
@@ -250,27 +208,3 @@ def retry_soon(writer: asyncio.StreamWriter, grace_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * grace_s))
     with contextlib.suppress(OSError):  # an older kernel
         connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, max(_SOON_MS, int(grace_s * 1000 / _ATTEMPTS)))
-
-
-def report_to_json(report: Report) -> dict[str, Any]:
-    """The report, with the time on this host's clock."""
-    return {**asdict(report), "now_s": time.monotonic()}
-
-
-def report_from_json(fields: Mapping[str, Any]) -> Report:
-    """The report in the times of this host. MessageError: fields are missing or of other types."""
-    try:
-        report = dict(fields)
-        later_s = time.monotonic() - report.pop("now_s")
-        deaths = []
-        for death in report["deaths"]:
-            raised = death["raised"]
-            if raised is not None:
-                at_s = None if raised["raised_at_s"] is None else raised["raised_at_s"] + later_s
-                chain = tuple((str(name), str(text)) for name, text in raised["chain"])
-                raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain, "by": tuple(raised["by"])})
-            own = {"seen_at_s": death["seen_at_s"] + later_s, "raised": raised}
-            deaths.append(Death(**{**death, **own, "last_lines": tuple(death["last_lines"])}))
-        return Report(**{**report, "deaths": tuple(deaths), "finished": tuple(report["finished"])})
-    except (KeyError, TypeError, ValueError) as error:
-        raise MessageError(f"not a report: {type(error).__name__}: {error}") from None

@@ -54,7 +54,7 @@ class PeerHost:
 
 
 @dataclass(frozen=True)
-class Form:
+class StartAttempt:
     """Start an attempt with these hosts, in the order of their ranks."""
 
     peers: tuple[PeerHost, ...]
@@ -109,7 +109,7 @@ class Say:
     text: str
 
 
-Act = Form | Stop | Regroup | Drop | Decide | End | Say
+Act = StartAttempt | Stop | Regroup | Drop | Decide | End | Say
 
 
 @dataclass
@@ -292,13 +292,13 @@ class Membership:
         everybody = count == len(self._peers)
         last_call_s = self.last_call_s if self.attempt < 0 else min(_LAST_CALL_AGAIN_S, self.last_call_s)
         if is_over or (everybody and (count == self.most or now_s - self._enough_since_s >= last_call_s)):
-            return self._form()
+            return self._start_attempt()
         if everybody:
             return []
         names = ", ".join(self._peers[key].name for key in self._order if key not in self._ready)
         return self._say_waiting(now_s, f"{names} to be ready")
 
-    def _form(self) -> list[Act]:
+    def _start_attempt(self) -> list[Act]:
         self.state = "running"
         self.attempt += 1
         self._running = _ranked([self._peers[key] for key in self._order if key in self._ready])
@@ -311,7 +311,7 @@ class Membership:
         self._reports.clear()
         self._losses.clear()
         self._any_exited = False
-        return [Form(self._running, self.attempt)]
+        return [StartAttempt(self._running, self.attempt)]
 
     def _gather(self, now_s: float) -> None:
         self.state = "gathering"

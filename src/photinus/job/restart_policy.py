@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from .deaths import Death, ended_by_suspension, exit_code_of, failure_text, root_cause, signature, suspension_text
+from .deaths import (
+    Death,
+    Raised,
+    ended_by_suspension,
+    exit_code_of,
+    failure_text,
+    root_cause,
+    signature,
+    suspension_text,
+)
 from .world import name_ranks
 
 _QUICK_S = 10.0
@@ -47,6 +58,29 @@ class Report:
         """Type and place of the exception that ended the attempt; None when something else did."""
         raised = self.cause.raised
         return None if raised is None else (raised.type_name, raised.place)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for another host, with the time on this host's clock."""
+        return {**asdict(self), "now_s": time.monotonic()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Report:
+        """Return the report in the times of this host. ValueError: fields are missing or of other types."""
+        try:
+            report = dict(fields)
+            later_s = time.monotonic() - report.pop("now_s")
+            deaths = []
+            for death in report["deaths"]:
+                raised = death["raised"]
+                if raised is not None:
+                    at_s = None if raised["raised_at_s"] is None else raised["raised_at_s"] + later_s
+                    chain = tuple((str(name), str(text)) for name, text in raised["chain"])
+                    raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain, "by": tuple(raised["by"])})
+                own = {"seen_at_s": death["seen_at_s"] + later_s, "raised": raised}
+                deaths.append(Death(**{**death, **own, "last_lines": tuple(death["last_lines"])}))
+            return cls(**{**report, "deaths": tuple(deaths), "finished": tuple(report["finished"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a report: {type(error).__name__}: {error}") from None
 
 
 def of_all_hosts(reports: Sequence[Report]) -> Report:

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from ..version import __version__
 from . import channel, membership
 from .channel import Caller, answer
 from .relay import splice
-from .restart_policy import RestartPolicy
+from .restart_policy import Report, RestartPolicy
 
 _TICK_S = 0.1
 _HANDSHAKE_S = 5.0
@@ -38,16 +38,15 @@ class Leader:
     def __init__(
         self,
         key: bytes,
+        listener: socket.socket,
         rules: membership.Membership,
+        policy: RestartPolicy,
         *,
-        max_restarts: int,
         job_id: str,
         say: Callable[[str, bool], None],
     ) -> None:
-        self._key = key
-        self._rules = rules
-        self._policy = RestartPolicy(max_restarts)
-        rules.spend_restart = self._policy.spend_restart
+        self._key, self._listener = key, listener
+        self._rules, self._policy = rules, policy
         self._job_id = job_id
         self._say = say
         self._keys = itertools.count()
@@ -61,9 +60,9 @@ class Leader:
         self._waiting_forms: list[tuple[int, dict[str, Any]]] = []  # until the store is there
         self._carried: set[asyncio.Task[None]] = set()
 
-    async def open(self, listener: socket.socket) -> None:
-        """Begins to serve on a listening socket."""
-        self._server = await asyncio.start_server(self._serve, sock=listener)
+    async def open(self) -> None:
+        """Begins to serve on the listening socket."""
+        self._server = await asyncio.start_server(self._serve, sock=self._listener)
         self._ticking = asyncio.ensure_future(self._tick())
 
     async def close(self) -> None:
@@ -233,7 +232,7 @@ class Leader:
         elif kind == "finished":
             self._carry_out(self._rules.finish(key, now_s))
         elif kind == "report":
-            self._carry_out(self._rules.fail(key, channel.report_from_json(message["report"]), now_s))
+            self._carry_out(self._rules.fail(key, Report.from_json(message["report"]), now_s))
         elif kind == "store" and key == self._own:
             self._store_port = int(message["port"])
             for other, form in self._waiting_forms:
@@ -252,8 +251,8 @@ class Leader:
         for act in acts:
             if isinstance(act, membership.Say):
                 self._tell(act.text)
-            elif isinstance(act, membership.Form):
-                self._form(act)
+            elif isinstance(act, membership.StartAttempt):
+                self._start_attempt(act)
             elif isinstance(act, membership.Stop):
                 self._send(act.keys, {"type": "stop"})
             elif isinstance(act, membership.Regroup):
@@ -266,7 +265,7 @@ class Leader:
             elif isinstance(act, membership.End):
                 self._send(tuple(self._writers), {"type": "end", **asdict(act)})
 
-    def _form(self, act: membership.Form) -> None:
+    def _start_attempt(self, act: membership.StartAttempt) -> None:
         for task in self._carried:
             task.cancel()
         self._store_port = None
@@ -318,14 +317,24 @@ def _nnodes_text(hosts: Sequence[int]) -> str:
     return ":".join(map(str, sorted(set(hosts))))
 
 
+class Served(Protocol):
+    """A part of the launcher with an asyncio loop of its own."""
+
+    async def open(self) -> None:
+        """Begin; raises what keeps it from that."""
+
+    async def close(self) -> None:
+        """End what is under way."""
+
+
 @contextlib.contextmanager
-def serve_in_thread(server: Leader, listener: socket.socket) -> Iterator[None]:
-    """Serves in a thread for the duration of the block, so that callers are answered whatever the block waits for."""
+def serve_in_thread(server: Served) -> Iterator[None]:
+    """Run `server` in a thread for the duration of the block: it goes on whatever the block waits for."""
     began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
         over = asyncio.Event()
-        await server.open(listener)
+        await server.open()
         began.set_result((asyncio.get_running_loop(), over))
         await over.wait()
         await server.close()

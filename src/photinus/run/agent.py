@@ -11,10 +11,9 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, name_limit
-from ..job.attempt import Formation, JobEndedError, Order
+from ..job.attempt import Formation, JobEndedError, Order, Peers
 from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
 from ..job.restart_policy import Report, RestartPolicy, Verdict
@@ -26,9 +25,6 @@ from .local.processes import Processes
 from .local.start_method import StartMethod
 from .local.store import StoreProcess
 
-if TYPE_CHECKING:
-    from ..job.client import Member
-
 _LOOK_S = 0.5
 _SETTLE_S = 0.3
 _CULPRIT_S = 3.0
@@ -36,7 +32,13 @@ _KEYBOARD_GRACE_S = 1.5  # in place of --stop-grace, where somebody sits waiting
 
 
 class OneHost:
-    """No peers to meet or to hear of: meets at once, decides by itself, and is done when its workers are."""
+    """The `Peers` of a job with one host: decides by itself, and is done when its workers are.
+
+    `store`: holds the workers' store.
+    """
+
+    fd = None  # nobody gives orders
+    leads = True
 
     def __init__(self, job: Job, say: Callable[[str, bool], None], store: StoreProcess) -> None:
         self._job = job
@@ -45,8 +47,6 @@ class OneHost:
         self._store = store
         self._attempt = -1
         self._finished = False
-
-    fd = None  # nobody gives orders
 
     def meet(self, check: Callable[[], None]) -> Formation:
         """The next attempt, with a store of its own."""
@@ -90,7 +90,7 @@ class Agent:
 
     Args:
         job: what to run.
-        peers: the other hosts, or that there are none.
+        peers: the hosts of the job.
         guard, output, interrupts, start_method: see their modules.
 
     Attributes:
@@ -101,7 +101,7 @@ class Agent:
     def __init__(
         self,
         job: Job,
-        peers: OneHost | Member,
+        peers: Peers,
         *,
         guard: Guard,
         output: Output,

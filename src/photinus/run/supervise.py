@@ -11,15 +11,13 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .. import env
 from ..errors import DeviceError, LaunchError
-from ..job.attempt import Formation, JobEndedError
-from ..job.ports import listen
+from ..job.attempt import Formation, JobEndedError, Peers
 from ..job.spec import JobSpec
 from ..job.worker_files import make_image_files
 from ..version import check_torch
@@ -37,7 +35,7 @@ from .local.devices import (
 )
 from .local.guard import Guard, start_guard
 from .local.interrupts import Interrupted, Interrupts, handle_signals
-from .local.job import LOOPBACK, Job
+from .local.job import Job
 from .local.logs import Logs
 from .local.output import Output
 from .local.processes import as_subreaper
@@ -45,9 +43,6 @@ from .local.start_method import StartMethod
 from .local.store import StoreProcess
 from .local.worker import python_command
 from .ssh.lifeline import hold_lifeline
-
-if TYPE_CHECKING:
-    from ..job.client import Member
 
 _SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")  # whoever has set them
 _CHOSEN_LATER = "chosen when it starts"
@@ -97,8 +92,6 @@ def supervise(spec: JobSpec, *, secret: str | None = None, listener: socket.sock
             method.begin(Job(spec, job_id, typed, environ, (), temporary))
         try:
             with interrupts.raise_at_once():
-                # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-                member = _join(stack, spec, job_id, environ, output, store, listener)
                 workers, gpus = _choose_workers(spec, environ)
         except Interrupted:
             return _report_interrupt(spec, interrupts, output, 0)
@@ -118,7 +111,11 @@ def supervise(spec: JobSpec, *, secret: str | None = None, listener: socket.sock
             return 0
         job = replace(job, images=make_image_files(workers.count))
         logs.open()
-        peers = _peers(job, member, output, store)
+        try:
+            with interrupts.raise_at_once():
+                peers = stack.enter_context(_join(job, output, store, listener))
+        except Interrupted:
+            return _report_interrupt(spec, interrupts, output, 0)
         agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts, start_method=method)
         try:
             verdict = agent.run()
@@ -133,10 +130,10 @@ def supervise(spec: JobSpec, *, secret: str | None = None, listener: socket.sock
             raise
     if verdict is None:
         return 0
-    if member is not None and not member.leads and spec.started_as is not None:
+    if not peers.leads and spec.started_as is not None:
         return verdict.exit_code
     after = f" after {verdict.restarts} restart{'s' * (verdict.restarts > 1)}" if verdict.restarts else ""
-    where = f" of host {verdict.host}" if member is not None else ""
+    where = f" of host {verdict.host}" if not isinstance(peers, OneHost) else ""
     raise LaunchError(
         f"the job failed{after}; the first cause was rank {verdict.rank}{where}, see above "
         f"(exit code {verdict.exit_code})",
@@ -185,46 +182,16 @@ def _has_torch() -> bool:
         return False
 
 
-def _join(
-    stack: ExitStack,
-    spec: JobSpec,
-    job_id: str,
-    environ: Mapping[str, str],
-    output: Output,
-    store: StoreProcess,
-    listener: socket.socket | None,
-) -> Member | None:
-    """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
-    hosts = spec.hosts
-    several = hosts.nnodes is not None and hosts.nnodes[1] > 1
-    if spec.dry_run or not several:
-        if hosts.port and not several:
-            listen(LOOPBACK, hosts.port).close()
-        return None
+@contextmanager
+def _join(job: Job, output: Output, store: StoreProcess, listener: socket.socket | None) -> Iterator[Peers]:
+    """Take part in the job for the duration of the block."""
+    if job.spec.hosts.nnodes is None or job.spec.hosts.nnodes[1] == 1:
+        yield OneHost(job, output.say, store)
+        return
     from .local.join import join_job  # with asyncio, which one host does without
 
-    return stack.enter_context(
-        join_job(
-            hosts,
-            job_id=job_id,
-            max_restarts=spec.max_restarts,
-            stop_grace_s=spec.stop_grace_s,
-            environ=environ,
-            say=output.say,
-            store=store,
-            listener=listener,
-            is_shown_elsewhere=spec.started_as is not None,
-        )
-    )
-
-
-def _peers(job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:
-    if member is None:
-        return OneHost(job, output.say, store)
-    hosts = job.spec.hosts
-    assert hosts.nnodes is not None
-    member.introduce(job.local_world_size, hosts.node_rank, hosts.nnodes)
-    return member
+    with join_job(job, say=output.say, store=store, listener=listener) as peers:
+        yield peers
 
 
 def _report_interrupt(spec: JobSpec, interrupts: Interrupts, output: Output, workers: int) -> int:

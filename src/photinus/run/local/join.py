@@ -7,20 +7,23 @@ The host that leads is the one to which --master-addr (or --rdzv-endpoint) belon
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ... import env
 from ...errors import LaunchError, UsageError
+from ...job.attempt import AttemptStore
 from ...job.channel import key_of
-from ...job.client import Member
+from ...job.client import SeveralHosts
 from ...job.membership import Membership
 from ...job.own_address import is_loopback, means_this_host, outside_addresses
 from ...job.ports import PortTakenError, listen, local_addresses_of
+from ...job.restart_policy import RestartPolicy
 from ...job.server import Leader, serve_in_thread
 from ...job.spec import HostSpec
-from .store import StoreProcess
+from .job import Job
 
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
@@ -28,18 +31,9 @@ _ANY = ("0.0.0.0", "::")
 
 @contextlib.contextmanager
 def join_job(
-    hosts: HostSpec,
-    *,
-    job_id: str,
-    max_restarts: int,
-    stop_grace_s: float,
-    environ: Mapping[str, str],
-    say: Callable[[str, bool], None],
-    store: StoreProcess,
-    listener: socket.socket | None = None,
-    is_shown_elsewhere: bool = False,
-) -> Iterator[Member]:
-    """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
+    job: Job, *, say: Callable[[str, bool], None], store: AttemptStore, listener: socket.socket | None = None
+) -> Iterator[SeveralHosts]:
+    """Take part in a job of several hosts for the duration of the block; lead it, if this is the host to do so.
 
     `listener`: a socket that was bound for the leader, which is this host then.
 
@@ -47,16 +41,17 @@ def join_job(
         UsageError: nobody said who leads.
         LaunchError: this host should lead and cannot listen there.
     """
+    spec, hosts = job.spec, job.spec.hosts
     assert hosts.nnodes is not None
-    nnodes, name = hosts.nnodes, hosts.leader
+    (least, most), name = hosts.nnodes, hosts.leader
     if name is None:
-        least, most = nnodes
         raise UsageError(
             f"--nnodes {least if least == most else f'{least}:{most}'} needs the leading host: give --master-addr "
             f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
         )
     port = DEFAULT_PORT if hosts.port is None else hosts.port
-    key = key_of(env.JOB_SECRET.get(environ) or "", hosts.job_id or "")
+    secret = env.JOB_SECRET.get(job.base_environ)
+    key = key_of(secret or "", hosts.job_id or "")
     with contextlib.ExitStack() as stack:
         # A reader of this launcher's output that is paused (less) must not hold up signs of life.
         saying = stack.enter_context(ThreadPoolExecutor(1, "photinus-say"))
@@ -65,12 +60,11 @@ def join_job(
             saying.submit(say, text, alarm)
 
         def lead() -> tuple[bool, str, int]:
-            """Leads, if this is the host to do so; where the leader is in any case."""
+            """Lead, if this is the host to do so; return whether it is, and where the leader is."""
             own, address = (listener, name) if listener is not None else _listener(hosts, name, port, say)
             if own is None:
                 return False, address, port
             address, bound = own.getsockname()[:2]
-            secret = env.JOB_SECRET.get(environ)
             if secret is None and not is_loopback(address):
                 say(
                     f"photinus: this host leads at {address} port {bound} without a secret: every host that reaches "
@@ -79,32 +73,29 @@ def join_job(
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            times_s = hosts.join_timeout_s, hosts.last_call_s, hosts.heartbeat_timeout_s, stop_grace_s
-            rules = Membership(*nnodes, *times_s)
-            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
-            leading.enter_context(serve_in_thread(leader, own))
+            policy = RestartPolicy(spec.max_restarts)
+            times_s = hosts.join_timeout_s, hosts.last_call_s, hosts.heartbeat_timeout_s, spec.stop_grace_s
+            rules = Membership(least, most, *times_s, spend_restart=policy.spend_restart)
+            leading.enter_context(serve_in_thread(Leader(key, own, rules, policy, job_id=job.job_id, say=tell)))
             return True, address, bound
 
         leading = stack.enter_context(contextlib.ExitStack())  # ends after the member, which says good-bye first
-        leads, address, at_port = lead()
-        member = Member(
-            address,
-            at_port,
+        peers = SeveralHosts(
+            hosts,
+            job.local_world_size,
             key,
-            leads=leads,
             lead=lead,
-            join_timeout_s=hosts.join_timeout_s,
-            heartbeat_timeout_s=hosts.heartbeat_timeout_s,
-            comes_back=max_restarts > 0 or nnodes[0] < nnodes[1],
+            comes_back=spec.max_restarts > 0 or least < most,
             say=tell,
             store=store,
-            is_shown_elsewhere=is_shown_elsewhere,
+            is_shown_elsewhere=spec.started_as is not None,
         )
-        stack.callback(member.close)
+        stack.callback(os.close, peers.fd)
+        stack.enter_context(serve_in_thread(peers))
         try:
-            yield member
+            yield peers
         except LaunchError as error:
-            member.leave(f"left: {error}", error.exit_code)
+            peers.leave(f"left: {error}", error.exit_code)
             raise
 
 
