@@ -1,21 +1,19 @@
 """One rank does something else than the others in the body of a Loop: no strategy trains on in silence.
 
 Each case is a training in which rank 1 misbehaves in step 4. It has to end with an error on every rank, or with the
-weights of the same training without misbehaviour. Cases share their processes; each has a process group of its own.
+weights of the same training without misbehaviour.
 """
 
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks, values
+from tests.dist.ways import STRATEGIES, outcomes
 from tests.small_run import QUIET
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS, WRONG = 6, 4
 CALLS = "some ranks made calls that others left out: "
 ARGUMENTS = "the ranks made the same calls with other arguments: "
@@ -67,13 +65,13 @@ LEFT = {
 
 
 def test_ranks_that_step_or_clip_differently_are_stopped(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, list(SAID), ("zero1", "zero3"))
+    found = outcomes(__name__, tmp_path, list(SAID), ("zero1", "zero3"))
     for (way, strategy), ranks in found.items():
         assert all(text.startswith("error: ") for text in ranks), (way, strategy, ranks)
         split = way.startswith("clip") and strategy != "zero1"  # whose norm is exchanged: the calls no longer match
         words = "called different collectives" if split else SAID[way]
         assert all(re.search(words, text) for text in ranks), (way, strategy, ranks)
-    for (_, strategy), ranks in outcomes(tmp_path / "own", ["step left out, own loop"], ("zero2",)).items():
+    for (_, strategy), ranks in outcomes(__name__, tmp_path / "own", ["step left out, own loop"], ("zero2",)).items():
         assert all("rank 0 made 1 optimizer step, rank 1 made 0" in text for text in ranks), (strategy, ranks)
 
 
@@ -81,7 +79,7 @@ def test_ranks_that_step_or_clip_differently_are_stopped(tmp_path: Path) -> None
 def test_no_misbehaviour_of_one_rank_trains_on_in_silence(tmp_path: Path) -> None:
     for world_size in (2, 3):
         folder = tmp_path / str(world_size)
-        found = outcomes(folder, [*SAID, *OTHERS], STRATEGIES, world_size)
+        found = outcomes(__name__, folder, [*SAID, *OTHERS], STRATEGIES, world_size)
         wrong = {case: ranks for case, ranks in found.items() if case not in LEFT and not is_right(case[0], ranks)}
         assert not wrong, "\n".join(f"{case}: {ranks}" for case, ranks in wrong.items())
 
@@ -91,48 +89,6 @@ def is_right(way: str, ranks: list[str]) -> bool:
         return not any(text.startswith("error") for text in ranks)
     failed = [text.startswith("error: ") for text in ranks]
     return all(failed) or (way == "break" and any(failed)) or set(ranks) == {"right"}
-
-
-def outcomes(
-    folder: Path, ways: list[str], strategies: tuple[str, ...], world_size: int = 2
-) -> dict[tuple[str, str], list[str]]:
-    """What each rank says, by way and strategy: "right", "wrong weights", or its error."""
-    arguments = {"folder": str(folder), "ways": ways, "strategies": strategies}
-    found = values(run_ranks(f"{__name__}:cases", world_size=world_size, timeout_s=280, arguments=arguments))
-    return {(way, s): [rank[f"{way}, {s}"] for rank in found] for s in strategies for way in ways}
-
-
-def cases(rank: int, world_size: int, folder: str, ways: list[str], strategies: list[str]) -> dict[str, str]:
-    import contextlib
-
-    import torch
-    import torch.distributed as dist
-
-    import photinus
-
-    torch.set_num_threads(1)
-    found: dict[str, str] = {}
-    for strategy in strategies:
-        for number, way in enumerate(["nothing", *ways]):
-            case = f"{way}, {strategy}"
-            print(case, flush=True)
-            out = Path(folder, f"{strategy}-{number}")
-            out.mkdir(parents=True, exist_ok=True)
-            store = dist.FileStore(str(out / "store"), world_size)
-            dist.init_process_group(
-                "photinus", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=5)
-            )
-            try:
-                with photinus.init(device="cpu", seed=1):
-                    weights = train(way, strategy, rank, out)
-                if way == "nothing":
-                    right = weights
-                found[case] = "right" if weights == right else "wrong weights"
-            except Exception as error:  # noqa: BLE001 - it is what is looked at
-                found[case] = f"error: {type(error).__name__}: {error}"
-            with contextlib.suppress(photinus.errors.CollectiveError):  # of further calls of the same failure
-                dist.destroy_process_group()
-    return found
 
 
 def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:

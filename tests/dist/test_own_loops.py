@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.dist.ways import STRATEGIES, outcomes
 from tests.ranks import run_ranks, values
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS, WRONG = 12, 5
 
 GRADIENTS = [
@@ -106,9 +106,9 @@ def test_what_one_rank_does_to_a_step_is_an_error_on_all(tmp_path: Path) -> None
     right = ["all add noise", "all make gradients", "all change moments", "all accumulate", "unchecked"]
     right += ["all reset moments of a layer", "all step in inference mode"]
     ways = [way for way in said if way != "hook from before wrap"]  # which "zero1" calls before the exchange
-    found = outcomes(tmp_path, [*ways, *right], ("zero1", "zero2"))
-    found |= outcomes(tmp_path / "hooks", ["hook from before wrap"], ("zero2", "zero3"))
-    found |= outcomes(tmp_path / "replicas", ["step left out at the end"], ("ddp", "torch-ddp"))
+    found = outcomes(__name__, tmp_path, [*ways, *right], ("zero1", "zero2"))
+    found |= outcomes(__name__, tmp_path / "hooks", ["hook from before wrap"], ("zero2", "zero3"))
+    found |= outcomes(__name__, tmp_path / "replicas", ["step left out at the end"], ("ddp", "torch-ddp"))
     for (way, strategy), ranks in found.items():
         if way in RIGHT:
             assert is_right(way, strategy, ranks), (way, strategy, ranks)
@@ -123,7 +123,7 @@ def test_no_misbehaviour_in_a_loop_of_ones_own_trains_on_in_silence(
     strategy: str, world_size: int, tmp_path: Path
 ) -> None:
     ways = [*GRADIENTS, *OPTIONS, *STATES, *CALLS, *EVERYONE, *RIGHT]
-    found = outcomes(tmp_path, ways, (strategy,), world_size)
+    found = outcomes(__name__, tmp_path, ways, (strategy,), world_size)
     wrong = {c: ranks for c, ranks in found.items() if c not in LEFT and not is_right(*c, ranks)}
     assert not wrong, "\n".join(f"{case}: {ranks}" for case, ranks in wrong.items())
 
@@ -210,48 +210,6 @@ def is_right(way: str, strategy: str, ranks: list[str]) -> bool:
     if way in RIGHT:
         return not any(text.startswith("error") for text in ranks)
     return all(text.startswith("error: ") for text in ranks) or set(ranks) == {"right"}
-
-
-def outcomes(
-    folder: Path, ways: list[str], strategies: tuple[str, ...], world_size: int = 2
-) -> dict[tuple[str, str], list[str]]:
-    """Return what each rank says, by way and strategy: "right", "wrong weights", or its error."""
-    arguments = {"folder": str(folder), "ways": ways, "strategies": strategies}
-    found = values(run_ranks(f"{__name__}:cases", world_size=world_size, timeout_s=400, arguments=arguments))
-    return {(way, s): [rank[f"{way}, {s}"] for rank in found] for s in strategies for way in ways}
-
-
-def cases(rank: int, world_size: int, folder: str, ways: list[str], strategies: list[str]) -> dict[str, str]:
-    import contextlib
-
-    import torch
-    import torch.distributed as dist
-
-    import photinus
-
-    torch.set_num_threads(1)
-    found: dict[str, str] = {}
-    for strategy in strategies:
-        for number, way in enumerate(["nothing", *ways]):
-            case = f"{way}, {strategy}"
-            print(case, flush=True)
-            out = Path(folder, f"{strategy}-{number}")
-            out.mkdir(parents=True, exist_ok=True)
-            store = dist.FileStore(str(out / "store"), world_size)
-            dist.init_process_group(
-                "photinus", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=5)
-            )
-            try:
-                with photinus.init(device="cpu", seed=1):
-                    weights = train(way, strategy, rank, out)
-                if way == "nothing":
-                    right = weights
-                found[case] = "right" if weights == right else "wrong weights"
-            except Exception as error:  # noqa: BLE001 - it is what is looked at
-                found[case] = f"error: {type(error).__name__}: {error}"
-            with contextlib.suppress(photinus.errors.CollectiveError):  # of further calls of the same failure
-                dist.destroy_process_group()
-    return found
 
 
 def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from photinus.parallel.zero.shard_units import SMALLEST_UNIT_ELEMS, shard_units
 from photinus.parallel.zero.sharded_optimizer import check_repointable, repoint
+from photinus.parallel.zero.units import SMALLEST_UNIT_ELEMS, shard_units
 
 WIDE = 260  # a Linear of this width is larger than the smallest unit
 

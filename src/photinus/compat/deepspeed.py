@@ -196,7 +196,7 @@ def _check_auto(auto: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optimizers() -> dict[str, Any]:
-    """By name those of torch that any model can be trained by."""
+    """Return torch's optimizers by name, without those that do not train every model."""
     names = [name for name in dir(torch.optim) if name[:1].isupper() and name not in ("Optimizer", "Muon")]
     return {name: getattr(torch.optim, name) for name in names}
 
@@ -205,7 +205,7 @@ def _optimizers() -> dict[str, Any]:
 
 
 def _batch_sizes(keys: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
-    """Samples of a step over all ranks, samples of a forward on one, forwards of a step: two make the third."""
+    """Return the batch sizes of a step over all ranks and of a forward on one rank, and the forwards of a step."""
     sizes = {name: keys[name] for name in BATCHES if name in keys}
     train, micro, times = (sizes.get(name) for name in BATCHES)
     if train is None and micro is None:

@@ -171,7 +171,7 @@ _OFF = {"zero_hpz_partition_size": 1, "sequence_parallel_size": 1, "mics_shard_s
 
 
 def kinds_of(function: Callable[..., Any], none: Kind = lambda value: value) -> dict[str, Kind]:
-    """Return what a function's arguments take, by their defaults; `none` is for those without one."""
+    """Return the kind of value of each argument of a function, by its default; `none` if it has no default."""
     return {
         name: _BY_NAME.get(name) or next((kind for cls, kind in _BY_DEFAULT if isinstance(each.default, cls)), none)
         for name, each in inspect.signature(function).parameters.items()
@@ -202,7 +202,7 @@ def read(
         entry = table[name]
         if value == "auto":
             if name not in auto and (name in (*BATCHES, "reduce_bucket_size") or isinstance(entry, Noted)):
-                continue  # sizes follow from each other, or are the strategy's
+                continue  # batch sizes follow from each other, and the strategy chooses the size of its buckets
             if name not in auto:
                 ask = f'deepspeed_config(..., auto={{"{name}": ...}})'
                 raise ValueError(f'{where}{name} is "auto": say what it is with {ask}')

@@ -192,4 +192,4 @@ SCHEDULES: Mapping[str, Callable[..., _Curves]] = {
     "OneCycle": _one_cycle,
     "LRRangeTest": _range_test,
 }
-"""By name, what makes each of its parameters: those without a default are needed."""
+"""The function behind each schedule. Its parameters without a default have to be in the configuration."""

@@ -19,8 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from ..parallel import strategy_of
 from ..parallel.exchange.agreement import together
 from ..parallel.strategies.fully_sharded import copy_split
+from ..parallel.zero.split_parts import drop_gathered
 from ..parallel.zero.split_states import own_part
-from ..parallel.zero.watched_steps import drop_gathered
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, explains_unknown, refuse_if, whole_number
 from .forwards import Data, Forwards

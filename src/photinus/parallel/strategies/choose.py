@@ -25,7 +25,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
 """Every strategy by the name that users write."""
 
 _LOOKED_AT = (Zero3Strategy, DDPStrategy, TorchDDPStrategy, Zero1Strategy, DPStrategy)
-"""In this order by `strategy_of`. "zero2" leaves what "zero3" leaves, and the verbs for both are the same."""
+"""The order in which `strategy_of` asks. A model of "zero2" is found as one of "zero3", which has the same verbs."""
 
 
 def find_strategy(name: str) -> type[Strategy]:

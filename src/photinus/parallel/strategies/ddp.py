@@ -24,7 +24,7 @@ from ..zero.sharded_optimizer import (
     shard_optimizer,
 )
 from ..zero.step_facts import StepFacts
-from ..zero.watched_forwards import refuse_renorm
+from ..zero.units import refuse_renorm
 from .strategy import Strategy, explain_errors
 
 

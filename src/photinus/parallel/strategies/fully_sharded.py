@@ -28,14 +28,12 @@ from ..ddp.held_parameters import HeldParameters, take_over_parameters
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import control_device
 from ..exchange.verify_models import describe, verify_same_model
-from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
-from ..zero.split_gradients import SplitGradients, note_sums
+from ..zero.split_parts import drop_gathered, note_sums, split_models, split_once, watch_split_models
 from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.split_values import watch_values
 from ..zero.step_facts import StepFacts, facts_of
-from ..zero.watched_forwards import refuse_renorm, watch_forwards
-from ..zero.watched_steps import drop_gathered, split_models, split_once, watch_split_models
+from ..zero.units import SplitUnits, refuse_renorm, shard_units
 from .strategy import Strategy, explain_errors
 
 _NEED_WHOLE = {
@@ -47,7 +45,7 @@ _NEED_WHOLE = {
 """Optimizers of torch.optim that do not step parts of parameters as they step whole ones, and why (all were tried)."""
 
 _OF_SPLIT = ("__deepcopy__", "inside_no_sync", "has_gathered")  # attributes of a split model
-_KEPT = "photinus_kept"  # on a gradient that some rank made: later backwards add to it
+_KEPT = "photinus_kept"  # attribute of a gradient that some rank has used; later backwards add to such a gradient
 
 
 class FullyShardedStrategy(Strategy):
@@ -158,7 +156,6 @@ class FullyShardedStrategy(Strategy):
         units = self._units(model)
         for unit in units:
             fully_shard(unit, **settings)
-        watch_forwards(model, units, self.name)
         watch_updates = getattr(group, "watch_updates", None)
         if watch_updates is not None:  # backend photinus then says which ranks are a step apart
             watch_updates(model.parameters())
@@ -167,15 +164,15 @@ class FullyShardedStrategy(Strategy):
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
         held_parameters, rank = HeldParameters(model), group.rank()
-        gradients = SplitGradients(units, new_of, held_parameters.learn)
+        watched = SplitUnits(model, units, self.name, new_of, held_parameters.learn)
         if self.options.get("find_unused_parameters"):
             cast(Any, model).set_reduce_scatter_unused_params(True)
-            gradients.watchers.append(UnusedParameters(model, group).note)
+            watched.watchers.append(UnusedParameters(model, group).note)
         # Before FSDP's hook, which would put its own tensors in the place of those that came.
         model.register_forward_pre_hook(_disable_dynamo(lambda *_: held_parameters.check(rank)), prepend=True)
         model.register_forward_pre_hook(_disable_dynamo(_make_memory_for_training), prepend=True)
         vars(model)["__deepcopy__"] = partial(copy_split, model)
-        model.register_forward_hook(_disable_dynamo(partial(_drop_without_backward, gradients)))
+        model.register_forward_hook(_disable_dynamo(partial(_drop_without_backward, watched)))
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
         split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
         for optimizer in optimizers:
@@ -404,9 +401,9 @@ def _is_internal(value: Any) -> bool:
     return str(home).startswith(("torch.distributed.", "photinus."))
 
 
-def _drop_without_backward(gradients: SplitGradients, model: nn.Module, *_: Any) -> None:
+def _drop_without_backward(units: SplitUnits, model: nn.Module, *_: Any) -> None:
     """After a forward: no backward comes without gradients, so nothing else would drop what is kept for it."""
-    if not torch.is_grad_enabled() and not gradients.hides_loss:
+    if not torch.is_grad_enabled() and not units.hides_loss:
         drop_gathered(model)
 
 

@@ -219,7 +219,7 @@ def _is_own(key: object, own: set[torch.Tensor]) -> bool:
 
 
 def _link(face: Any, remembered: Mapping[Any, Any]) -> None:
-    """Lets the face, torch's class and the twin share what they must agree on: groups, and this rank's state."""
+    """Gives the face, torch's class and the twin the same groups and the same state, which is this rank's part."""
     face._zero.param_groups = face.param_groups
     face.state = face._zero.optim.state = defaultdict(dict, remembered)
     face._zero._sync_param_groups(face.param_groups, face._zero.optim.param_groups)

@@ -35,7 +35,7 @@ from ...parallel import is_replicated, step_facts_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ...parallel.exchange.verify_models import compare_parameters, digest_of
-from ...parallel.zero.watched_forwards import unit_order
+from ...parallel.zero.units import unit_order
 from ..checkpoint.states import unwrap
 from .session import Session
 

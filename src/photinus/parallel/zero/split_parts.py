@@ -1,0 +1,224 @@
+"""The parts of parameters that ranks hold, and train: what users do with them, and steps of optimizers over them.
+
+A backward adds to the gathered parameters, which FSDP2 keeps to itself: the parts that users hold only get what the
+exchange returns. So what users do with the parts is passed on from here: hooks, `zero_grad`, `p.grad = None`. And what
+torch's DTensor would ignore without a word is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...errors import PhotinusError
+from ...optimizer_steps import StepWatcher, watch_steps
+from ..ddp.held_parameters import HeldParameters
+from .split_states import is_split
+from .step_facts import AVERAGED, facts_of, unaveraged_error
+
+split_once: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+"""Maps each whole parameter that FSDP2 has split to the name of its part: "weight of Linear"."""
+
+split_models: weakref.WeakSet[HeldParameters] = weakref.WeakSet()  # the parameters of each split model
+_strategies: Any = WeakIdKeyDictionary()  # the parts that ranks hold -> the strategy
+_gathered: Any = WeakIdKeyDictionary()  # the parts that ranks hold -> references to Gathered
+_with_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # split models that have been inside no_sync
+
+
+class Gathered:
+    """The tensor in the place of one part while its unit is gathered.
+
+    Args:
+        record, group: FSDP2's own objects, for the parameter and those that are gathered with it.
+        old: the parameter before `wrap`.
+
+    Attributes:
+        hooks: those of users on the gradient, one dict for the parameter before `wrap`, the part, and this tensor: so
+            they get whole gradients of this rank before the exchange, as under DDP.
+        watched: the gathered tensor whose gradients are noted.
+    """
+
+    def __init__(self, record: Any, group: Any, old: nn.Parameter, strategy: str) -> None:
+        self.record, self.group = record, group
+        self.hooks: Any = OrderedDict() if old._backward_hooks is None else old._backward_hooks
+        self.watched: nn.Parameter | None = None
+        after_sum = getattr(old, "_post_accumulate_grad_hooks", None)
+        if after_sum:  # FSDP2 calls these with the part, after the exchange
+            record.sharded_param._post_accumulate_grad_hooks = after_sum
+        _gathered[record.sharded_param] = weakref.ref(self)
+        _strategies[record.sharded_param] = strategy
+        _watch_parts()
+
+    def has_sum(self) -> bool:
+        """Return whether it has a gradient that no exchange has averaged."""
+        whole = getattr(self.record, "_unsharded_param", None)
+        return self.record.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+    def drop_sum(self) -> None:
+        """Forgets that gradient."""
+        self.record.unsharded_accumulated_grad = None
+        if hasattr(self.record, "_unsharded_param"):
+            self.record._unsharded_param.grad = None
+
+
+def groups_of(unit: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters of a unit. (Older versions of torch have one, or none.)"""
+    state = state_of(unit)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def state_of(unit: Any) -> Any:
+    """FSDP2's own object for a unit."""
+    from torch.distributed.fsdp import fully_shard
+
+    return cast(Any, fully_shard).state(unit)
+
+
+def note_sums(model: nn.Module) -> None:
+    """Before a forward of a split model inside no_sync: `zero_grad` has more to drop from now on."""
+    _with_sums.add(model)
+
+
+def drop_gathered(model: torch.nn.Module) -> None:
+    """Drops the gathered parameters that a forward has left in a model. They would not change with the parts."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            cast(Any, module).reshard()
+
+
+# ---- what users do with the parts
+
+
+def _gathered_of(part: torch.Tensor) -> Gathered | None:
+    reference = _gathered.get(part)
+    return reference() if reference is not None else None
+
+
+def _drop_sums(parts: Iterable[torch.Tensor]) -> None:
+    for part in parts:
+        gathered = _gathered_of(part)
+        if gathered is not None:
+            gathered.drop_sum()
+
+
+@functools.cache
+def _watch_parts() -> None:
+    """Changes what DTensors, optimizers and split models do with parts, for the whole process."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    register: Any = torch.Tensor.register_hook
+    data: Any = torch.Tensor.data
+    grad: Any = torch.Tensor.grad
+    of_optimizer: Any = Optimizer.zero_grad
+
+    @functools.wraps(register)
+    def register_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """Lets the hook reach the gathered parameter: no backward calls what hangs on the part."""
+        gathered = _gathered_of(tensor)
+        if gathered is None or not tensor.requires_grad:
+            return register(tensor, hook)
+        handle = RemovableHandle(gathered.hooks)
+        gathered.hooks[handle.id] = hook
+        return handle
+
+    def get_data(tensor: Any) -> torch.Tensor:
+        # torch counts changes in place of what `detach` returns as changes of the tensor itself; see `StepFacts`.
+        is_watched = tensor in _strategies or AVERAGED in vars(tensor)
+        found: torch.Tensor = tensor.detach() if is_watched else data.__get__(tensor)
+        return found
+
+    def set_data(parameter: Any, value: torch.Tensor) -> None:
+        """Refuses what torch's DTensor ignores without a word."""
+        strategy = _strategies.get(parameter)
+        if strategy is not None:
+            raise TypeError(
+                f"`parameter.data = value` does not change a parameter that strategy {strategy!r} has split. Write "
+                f"`parameter.data.copy_(value)`; and keep its value by `parameter.detach().clone()`."
+            )
+        data.__set__(parameter, value)
+
+    def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
+        """Lets `p.grad = None` drop what was added up without an exchange."""
+        grad.__set__(tensor, value)
+        if value is None and _with_sums:
+            _drop_sums([tensor])
+
+    @functools.wraps(of_optimizer)
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        of_optimizer(optimizer, set_to_none)
+        if _with_sums:
+            _drop_sums(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def zero_grad_of_model(model: Any, set_to_none: bool = True) -> None:
+        super(FSDPModule, model).zero_grad(set_to_none)
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                groups = groups_of(cast(nn.Module, unit))
+                _drop_sums(record.sharded_param for group in groups for record in group.fsdp_params)
+
+    DTensor.register_hook = register_hook  # type: ignore[method-assign]
+    DTensor.data = property(get_data, set_data)  # type: ignore[assignment]
+    DTensor.grad = property(grad.__get__, set_grad)  # type: ignore[assignment]
+    cast(Any, Optimizer).zero_grad = _disable_dynamo(cast(Any, zero_grad))
+    cast(Any, FSDPModule).zero_grad = zero_grad_of_model
+
+
+# ---- steps over the parts, by any optimizer of this process: users make some after `wrap`
+
+
+class _SplitSteps(StepWatcher):
+    """Checks each step twice. The second check is for its closure, which may run a forward after a backward."""
+
+    def step_began(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        parameters = _look(optimizer)
+        if not has_closure and (unaveraged := _unaveraged(parameters)):
+            raise unaveraged_error(optimizer, unaveraged)
+        for facts in facts_of(parameters):
+            if facts.is_split:
+                facts.begin_step(optimizer)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        for facts in facts_of(_look(optimizer)):
+            if facts.is_split:
+                facts.end_step(optimizer)
+
+
+_split_steps = _SplitSteps()
+
+
+def watch_split_models() -> None:
+    """Checks each optimizer step of this process from now on."""
+    watch_steps(_split_steps)
+
+
+def _unaveraged(parameters: Collection[Any]) -> list[str]:
+    """Return the names of the parameters that have a gradient which no exchange has averaged. No step finds these."""
+    with_sums = [part for part in parameters if (gathered := _gathered_of(part)) is not None and gathered.has_sum()]
+    return [holder.names[part] for part in with_sums for holder in split_models if part in holder.names]
+
+
+def _look(optimizer: Optimizer) -> list[Any]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in (p for p in parameters if not is_split(p)):
+        gathered = (holder.names[parameter] for holder in split_models if parameter in holder.names)
+        name = split_once.get(parameter) or next(gathered, None)
+        if name:
+            raise PhotinusError(
+                f"{type(optimizer).__name__}.step() would train nothing of {name}: made before photinus.wrap and "
+                f"not given to it, or between a forward and its backward. Write photinus.wrap(model, optimizer, ...)."
+            )
+    for holder in [holder for holder in split_models if holder.has_any(parameters)]:
+        drop_gathered(holder._module)
+    return parameters
