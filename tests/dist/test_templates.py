@@ -62,7 +62,7 @@ def test_one_process_and_two_train_to_the_end_under_each_launcher(project: Path)
     }
     reached = {}
     for name, launcher in launchers.items():
-        told = run(project, *launcher, "train.py", "--log_path", name, timeout_s=800)
+        told = run(project, *launcher, "train.py", "--out", name, timeout_s=800)
         assert f"photinus: {1 if name == 'plain' else 2} rank" in told
         reached[name] = read_rows(project / name / "metrics.csv")[-1]["accuracy"]
         assert reached[name] >= 0.97, reached
@@ -70,7 +70,7 @@ def test_one_process_and_two_train_to_the_end_under_each_launcher(project: Path)
     again = run(project, *launchers["plain"], "train.py", "--out", "photinus")
     assert "finished already" in again
     torchrun = [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2", "--log-dir", "logs"]
-    assert "2 ranks on 1 host" in run(project, *torchrun, "train.py", "--out", "torchrun", "--epoch", "1")
+    assert "2 ranks on 1 host" in run(project, *torchrun, "train.py", "--out", "torchrun", "--epochs", "1")
 
 
 @pytest.mark.timeout(1000)
