@@ -34,7 +34,6 @@ FLOORS = {
     "waiting_time": 1,
     "runlog": 3,
     "arrays": 3,
-    "group": 4,
     "engine": 5,
     "backend": 6,
     "parallel": 7,
@@ -83,7 +82,6 @@ FORBIDDEN = {
     "tracebacks": {"torch"},
     "version": {"torch"},
     "verdict": {"torch"},
-    "group": {"torch"},
     "engine": {"torch"},
 }
 

@@ -43,7 +43,6 @@ from torch._C._distributed_c10d import (
 
 from .. import _native, engine
 from ..errors import AbortedError, CollectiveError, HostError, PhotinusError
-from ..group import printed
 from .name import NAME
 from .options import as_options, each_all_reduce
 from .tensors import allocate
@@ -409,7 +408,7 @@ def _shut_down_all() -> None:
     _native.begin_exit()
     for group in list(_open):
         # At exit nobody can catch an error any more.
-        with printed():
+        with engine.printed():
             group.shutdown()
 
 
