@@ -26,7 +26,7 @@ FLOORS = {
     "version": 0,
     "env": 1,
     "job": 2,
-    "verdict": 2,
+    "backend_choice": 2,
     "_native": 2,
     "tracebacks": 2,
     "optimizer_steps": 1,
@@ -81,7 +81,7 @@ FORBIDDEN = {
     "runlog": {"torch"},
     "tracebacks": {"torch"},
     "version": {"torch"},
-    "verdict": {"torch"},
+    "backend_choice": {"torch"},
     "engine": {"torch"},
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from photinus.backend import hosts
 from photinus.errors import NotInitializedError
-from photinus.job.rendezvous import Rendezvous
+from photinus.job.rendezvous import RendezvousAddress
 from photinus.job.world import World
 from photinus.trainer.session import rank_store
 from photinus.trainer.session.rank_store import open_store
@@ -38,7 +38,7 @@ def port() -> int:
 @pytest.mark.parametrize("late_s", [0.0, 0.5], ids=["together", "rank 0 last"])
 def test_all_ranks_come_to_one_store(port: int, late_s: float) -> None:
     with ThreadPoolExecutor(3) as ranks:
-        here = Rendezvous("127.0.0.1", port, "job")
+        here = RendezvousAddress("127.0.0.1", port, "job")
         others = [ranks.submit(open_store, place(rank, 3), here, 30.0) for rank in (1, 2)]
         time.sleep(late_s)
         stores = [open_store(place(0, 3), here, 30.0), *(other.result() for other in others)]
@@ -47,7 +47,7 @@ def test_all_ranks_come_to_one_store(port: int, late_s: float) -> None:
     assert [stores[1].get(f"rank {rank}") for rank in range(3)] == [b"0", b"1", b"2"]
 
 
-def refused(rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float = 20.0) -> tuple[str, float]:
+def refused(rank: int, world_size: int, rendezvous: RendezvousAddress, timeout_s: float = 20.0) -> tuple[str, float]:
     """What a rank says when it cannot come in, and after how many seconds."""
     begun = time.monotonic()
     with pytest.raises(NotInitializedError) as error:
@@ -57,7 +57,7 @@ def refused(rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float
 
 def test_a_port_that_is_taken_is_named_at_once(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
-        said, took_s = refused(0, 2, Rendezvous("127.0.0.1", port, "job"))
+        said, took_s = refused(0, 2, RendezvousAddress("127.0.0.1", port, "job"))
     assert f"127.0.0.1:{port}" in said
     assert "Address already in use" in said
     assert "MASTER_PORT" in said
@@ -94,7 +94,7 @@ def squatter(port: int, answer: bytes | None) -> Iterator[None]:
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"", None], ids=["ssh", "closes", "silent"])
 def test_something_else_at_the_port_is_an_error_when_the_time_is_over(port: int, answer: bytes | None) -> None:
     with squatter(port, answer):
-        said, took_s = refused(1, 2, Rendezvous("127.0.0.1", port, "job"), timeout_s=1.0)
+        said, took_s = refused(1, 2, RendezvousAddress("127.0.0.1", port, "job"), timeout_s=1.0)
     assert f"rank 1 (pid {os.getpid()} on" in said
     assert f"the store at 127.0.0.1:{port}" in said
     assert "If another program, or another rank 0, holds the port" in said
@@ -106,24 +106,24 @@ def test_something_else_at_the_port_is_an_error_when_the_time_is_over(port: int,
 def rank_0(port: int, world_size: int) -> Iterator[None]:
     """Rank 0 of a job in a thread. In the block the other ranks have to come."""
     with ThreadPoolExecutor(1) as pool:
-        store = pool.submit(open_store, place(0, world_size), Rendezvous("127.0.0.1", port, "job"), 30.0)
+        store = pool.submit(open_store, place(0, world_size), RendezvousAddress("127.0.0.1", port, "job"), 30.0)
         yield
         store.result()
 
 
 def test_ranks_of_another_job_at_the_port_do_not_join_and_name_rank_0_when_the_time_is_over(port: int) -> None:
     with rank_0(port, 2):
-        said, _ = refused(1, 2, Rendezvous("127.0.0.1", port, "other"), timeout_s=0.5)
+        said, _ = refused(1, 2, RendezvousAddress("127.0.0.1", port, "other"), timeout_s=0.5)
         assert "rank 0 did not join" in said
         assert f"another job at that port (127.0.0.1:{port}): set MASTER_PORT to a free one" in said
-        open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+        open_store(place(1, 2), RendezvousAddress("127.0.0.1", port, "job"), 10.0)
 
 
 def test_ranks_of_another_world_are_refused_with_both_numbers(port: int) -> None:
     with rank_0(port, 2):
-        said, _ = refused(1, 4, Rendezvous("127.0.0.1", port, "job"))
+        said, _ = refused(1, 4, RendezvousAddress("127.0.0.1", port, "job"))
         assert "rank 0 expects 2 ranks, and this is rank 1 of 4" in said
-        open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+        open_store(place(1, 2), RendezvousAddress("127.0.0.1", port, "job"), 10.0)
 
 
 def test_with_a_secret_only_those_join_that_know_it(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,9 @@ def test_with_a_secret_only_those_join_that_know_it(port: int, monkeypatch: pyte
     with rank_0(port, 2):
         wait_for_listener(port).close()
         monkeypatch.setenv("PHOTINUS_JOB_SECRET", "b")
-        assert "rank 0 did not join" in refused(1, 2, Rendezvous("127.0.0.1", port, "job"), timeout_s=0.5)[0]
+        assert "rank 0 did not join" in refused(1, 2, RendezvousAddress("127.0.0.1", port, "job"), timeout_s=0.5)[0]
         monkeypatch.setenv("PHOTINUS_JOB_SECRET", "a")
-        open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+        open_store(place(1, 2), RendezvousAddress("127.0.0.1", port, "job"), 10.0)
 
 
 def test_rank_0_listens_on_the_address_of_the_ranks_alone(port: int) -> None:
@@ -141,11 +141,11 @@ def test_rank_0_listens_on_the_address_of_the_ranks_alone(port: int) -> None:
         wait_for_listener(port).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5.0)
-        open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+        open_store(place(1, 2), RendezvousAddress("127.0.0.1", port, "job"), 10.0)
 
 
 def test_a_second_session_of_a_process_has_keys_of_its_own_in_the_store_of_the_first(port: int) -> None:
-    here = Rendezvous("127.0.0.1", port, "job")
+    here = RendezvousAddress("127.0.0.1", port, "job")
     with ThreadPoolExecutor(1) as rank_1:
         for turn in range(3):
             other = rank_1.submit(open_store, place(1, 2), here, 30.0)
@@ -156,7 +156,7 @@ def test_a_second_session_of_a_process_has_keys_of_its_own_in_the_store_of_the_f
 
 
 def test_rank_0_names_the_ranks_that_did_not_come(port: int) -> None:
-    said, _ = refused(0, 3, Rendezvous("127.0.0.1", port, "job"), timeout_s=0.3)
+    said, _ = refused(0, 3, RendezvousAddress("127.0.0.1", port, "job"), timeout_s=0.3)
     assert "ranks 1, 2 did not join; rank 0 (pid" in said
     assert f"Rank 0 is at 127.0.0.1:{port}" in said
 
@@ -166,19 +166,21 @@ def test_a_caller_that_says_nothing_or_too_much_holds_nobody_up(port: int) -> No
         silent = [wait_for_listener(port) for _ in range(3)]
         with wait_for_listener(port) as loud:
             loud.sendall(b"x" * 5000)
-            open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+            open_store(place(1, 2), RendezvousAddress("127.0.0.1", port, "job"), 10.0)
         for connection in silent:
             connection.close()
 
 
 def test_a_rank_that_waits_in_vain_says_for_whom(port: int) -> None:
-    said, _ = refused(1, 2, Rendezvous("127.0.0.1", port, "job"), timeout_s=0.5)
+    said, _ = refused(1, 2, RendezvousAddress("127.0.0.1", port, "job"), timeout_s=0.5)
     assert "rank 1 waited" in said
     assert f"for rank 0 at 127.0.0.1:{port}: [Errno 111] Connection refused" in said
 
 
 def test_a_host_that_nobody_knows_is_named(port: int) -> None:
-    said, _ = refused(1, 2, Rendezvous("no-such-host.invalid", port, "job", ("a", "b"), "the job and step of Slurm"))
+    said, _ = refused(
+        1, 2, RendezvousAddress("no-such-host.invalid", port, "job", ("a", "b"), "the job and step of Slurm")
+    )
     assert "no-such-host.invalid" in said
     assert "MASTER_ADDR" in said
 

@@ -37,7 +37,7 @@ def test_ranks_of_one_host_agree_on_a_fresh_session_and_address_each_time() -> N
     store, sessions = dist.HashStore(), set()
     for _ in range(5):
         meetings = _meet_all(store, range(4), 4)
-        assert len({str(meeting) for meeting in meetings.values()}) == 1
+        assert len({str(rendezvous) for rendezvous in meetings.values()}) == 1
         assert meetings[0].one_host
         assert meetings[0].address
         assert [member.pid for member in meetings[0].members] == [meetings[0].members[0].pid] * 4
@@ -68,22 +68,22 @@ def test_ranks_of_several_hosts_learn_where_each_listens_and_of_rank_0s_job(monk
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     store = dist.HashStore()
     meetings = _meet_all(store, range(3), 3)
-    assert len({str(meeting) for meeting in meetings.values()}) == 1
-    meeting = meetings[0]
-    assert (meeting.job, meeting.attempt, meeting.one_host) == ("night", 3, False)
-    assert meeting.address
-    places = meeting.places()
+    assert len({str(rendezvous) for rendezvous in meetings.values()}) == 1
+    rendezvous = meetings[0]
+    assert (rendezvous.job, rendezvous.attempt, rendezvous.one_host) == ("night", 3, False)
+    assert rendezvous.address
+    places = rendezvous.places()
     assert sorted(place.host_key for place in places)[0::2] == ["a", "b"]
     assert all(place.links[0].startswith("127.0.0.1:") for place in places)
     assert len({place.links[0] for place in places}) == 3
-    text = meeting.hosts()
+    text = rendezvous.hosts()
     assert text.startswith("2 hosts: ")
     assert "[a] (rank" in text
     assert "[b] (rank" in text
     assert text.count("; lo)") == 2
-    hosts.tidy(store, meeting)
+    hosts.tidy(store, rendezvous)
     private = dist.PrefixStore("photinus", store)
-    assert not any(private.check([f"session/{meeting.session}/links{part}"]) for part in ("", "/1", "/2"))
+    assert not any(private.check([f"session/{rendezvous.session}/links{part}"]) for part in ("", "/1", "/2"))
 
 
 @pytest.mark.usefixtures("several_hosts")
@@ -148,6 +148,6 @@ def test_a_store_whose_server_has_gone_is_told_as_such() -> None:
 
 
 def test_one_rank_meets_itself_without_the_store() -> None:
-    meeting = hosts.meet(None, 0, 1, timeout_s=0.1, name="test")  # type: ignore[arg-type]
-    assert meeting.one_host
-    assert meeting.address
+    rendezvous = hosts.meet(None, 0, 1, timeout_s=0.1, name="test")  # type: ignore[arg-type]
+    assert rendezvous.one_host
+    assert rendezvous.address

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from photinus.backend_choice import Setting, driver_version, read_choice
 from photinus.cli.main import main
 from photinus.tools import bench
 from photinus.tools.bench import Measurement, keep_choice, limits, parser
 from photinus.tools.doctor.backend_rank import through_host
 from photinus.tools.doctor.plan import COPY, Plan
-from photinus.verdict import Setting, driver_version, look_up_verdict
 
 MIB = 1 << 20
 FACTS: dict[str, Any] = {
@@ -67,7 +67,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(ranks: tuple[str, ...] = ("one", "two")) -> str:
-    return look_up_verdict(Setting(ranks, driver_version(), FACTS["version"])).backend
+    return read_choice(Setting(ranks, driver_version(), FACTS["version"])).backend
 
 
 def test_the_choice_is_kept_for_these_gpus_and_ranks() -> None:

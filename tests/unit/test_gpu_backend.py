@@ -13,23 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from photinus.backend_choice import BackendChoice, Setting, driver_version, read_choice, write_choice
 from photinus.job.world import World
 from photinus.trainer.session import placement
-from photinus.trainer.session.placement import Choice, Gpus, agree_on_backend, choose_among, gather_gpus
-from photinus.verdict import Setting, Verdict, driver_version, keep_verdict, look_up_verdict
+from photinus.trainer.session.placement import Gpus, agree_on_backend, choose_among, gather_gpus
 
-NONE = Verdict("", "")
-FAST = Verdict("photinus", "2.0 × as fast as nccl at 16 MiB")
+NONE = BackendChoice("", "")
+FAST = BackendChoice("photinus", "2.0 × as fast as nccl at 16 MiB")
 SETTING = Setting(("one", "two"), driver="580.1", torch="2.13.0+cu130", photinus="1.0")
 
 
 def chosen(
     *by_rank: str,
-    verdict: Verdict = NONE,
+    verdict: BackendChoice = NONE,
     hosts: int = 1,
     missing: dict[str, str] | None = None,
     apart: tuple[str, ...] = (),
-) -> Choice:
+) -> BackendChoice:
     return choose_among(Gpus(by_rank, hosts == 1, missing or {}, apart), verdict)
 
 
@@ -37,8 +37,8 @@ def chosen(
 
 
 def test_without_a_verdict_nccl_is_taken_and_nothing_advised() -> None:
-    assert chosen("one", "two") == Choice("nccl", "the choice for CUDA devices")
-    assert chosen("one") == Choice("nccl", "the choice for CUDA devices")
+    assert chosen("one", "two") == BackendChoice("nccl", "the choice for CUDA devices")
+    assert chosen("one") == BackendChoice("nccl", "the choice for CUDA devices")
 
 
 def test_a_verdict_counts_before_anything_else_on_one_host_only() -> None:
@@ -47,7 +47,7 @@ def test_a_verdict_counts_before_anything_else_on_one_host_only() -> None:
     assert choice.why == f"as `photinus bench --device cuda` measured here: {FAST.why}"
     assert choice.advice == ""
     assert chosen("one", "two", verdict=FAST, hosts=2).backend == "nccl"
-    assert chosen("one", "one", verdict=Verdict("gloo", "so")).backend == "gloo"
+    assert chosen("one", "one", verdict=BackendChoice("gloo", "so")).backend == "gloo"
 
 
 def test_a_verdict_for_what_cannot_be_used_here_does_not_count() -> None:
@@ -68,7 +68,7 @@ def test_ranks_whose_gpus_torch_cannot_tell_apart_do_not_share_one_by_that() -> 
 
 def test_a_torch_without_nccl_takes_photinus() -> None:
     choice = chosen("one", "two", missing={"nccl": "this build of torch has none"})
-    assert choice == Choice("photinus", "nccl cannot be used: this build of torch has none")
+    assert choice == BackendChoice("photinus", "nccl cannot be used: this build of torch has none")
 
 
 def test_gpus_that_cannot_reach_each_other_are_worth_a_line_with_what_to_run() -> None:
@@ -82,7 +82,7 @@ def test_gpus_that_cannot_reach_each_other_are_worth_a_line_with_what_to_run() -
 
 
 def test_a_stale_verdict_is_not_used_and_the_line_says_why() -> None:
-    choice = chosen("one", "two", verdict=Verdict("", "that of `x` is of torch 2.11, now 2.13"), apart=("0-1",))
+    choice = chosen("one", "two", verdict=BackendChoice("", "that of `x` is of torch 2.11, now 2.13"), apart=("0-1",))
     assert choice.backend == "nccl"
     assert "of torch 2.11, now 2.13: run `photinus bench" in choice.advice
 
@@ -92,12 +92,12 @@ def test_a_stale_verdict_is_not_used_and_the_line_says_why() -> None:
 
 def test_a_verdict_is_found_again_by_the_same_gpus_in_any_order(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    path = keep_verdict(SETTING, "photinus", "faster", environ)
+    path = write_choice(SETTING, "photinus", "faster", environ)
     assert path.parent == tmp_path / "photinus"
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert look_up_verdict(SETTING, environ) == Verdict("photinus", "faster")
-    assert look_up_verdict(Setting(("two", "one"), "580.1", SETTING.torch, "1.0"), environ).backend == "photinus"
-    assert look_up_verdict(SETTING, {"HOME": str(tmp_path / "elsewhere")}) == NONE
+    assert read_choice(SETTING, environ) == BackendChoice("photinus", "faster")
+    assert read_choice(Setting(("two", "one"), "580.1", SETTING.torch, "1.0"), environ).backend == "photinus"
+    assert read_choice(SETTING, {"HOME": str(tmp_path / "elsewhere")}) == NONE
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_verdict_is_found_again_by_the_same_gpus_in_any_order(tmp_path: Path) 
 )
 def test_a_verdict_of_another_setting_does_not_count(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    keep_verdict(SETTING, "photinus", "faster", environ)
-    found = look_up_verdict(Setting(**{**SETTING.__dict__, **changed}), environ)
+    write_choice(SETTING, "photinus", "faster", environ)
+    found = read_choice(Setting(**{**SETTING.__dict__, **changed}), environ)
     assert found.backend == ""
     assert found.why.endswith(told)
     assert bool(found.why) == bool(told)
@@ -122,9 +122,9 @@ def test_a_verdict_of_another_setting_does_not_count(tmp_path: Path, changed: di
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"driver": "580.1"}'])
 def test_a_damaged_verdict_is_said_and_not_used(tmp_path: Path, text: str) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    path = keep_verdict(SETTING, "photinus", "faster", environ)
+    path = write_choice(SETTING, "photinus", "faster", environ)
     path.write_text(text)
-    found = look_up_verdict(SETTING, environ)
+    found = read_choice(SETTING, environ)
     assert found.backend == ""
     assert f"{path} cannot be read" in found.why
 
@@ -135,9 +135,9 @@ def test_a_user_without_a_home_folder_keeps_and_finds_no_verdict(monkeypatch: py
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    assert look_up_verdict(SETTING, {}) == Verdict("", "")
+    assert read_choice(SETTING, {}) == BackendChoice("", "")
     with pytest.raises(OSError, match="set HOME or XDG_CACHE_HOME"):
-        keep_verdict(SETTING, "photinus", "faster", {})
+        write_choice(SETTING, "photinus", "faster", {})
 
 
 def test_the_drivers_version_is_the_kernels(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_rank_0_chooses_for_all_by_what_every_rank_computes_on(
     agree(0, 1)
     assert capsys.readouterr().out == ""
     assert [backend for backend, _ in agree(0, 1, 0)] == ["photinus"] * 3
-    keep_verdict(Setting(("u0", "u1"), driver_version(), torch.__version__), "gloo", "words")
+    write_choice(Setting(("u0", "u1"), driver_version(), torch.__version__), "gloo", "words")
     assert {backend for backend, _ in agree(1, 0)} == {"gloo"}
     assert {backend for backend, _ in agree(1, 0, 1)} == {"photinus"}, "a verdict for two ranks"
     assert capsys.readouterr().out == ""
@@ -201,7 +201,7 @@ def test_a_torch_for_rocm_leaves_photinus_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_kept_file_says_what_it_is_of(tmp_path: Path) -> None:
-    path = keep_verdict(SETTING, "gloo", "faster", {"HOME": str(tmp_path)})
+    path = write_choice(SETTING, "gloo", "faster", {"HOME": str(tmp_path)})
     assert json.loads(path.read_text()) == {
         "gpus": ["one", "two"],
         "driver": "580.1",

@@ -29,7 +29,7 @@ _TYPES = dist.ProcessGroup.BackendType
 
 
 @dataclass(frozen=True)
-class Request:
+class DeviceRequest:
     """The group that torch is about to make.
 
     Attributes:
@@ -50,15 +50,15 @@ class Request:
     split_from: Any = None
     options: Any = None
 
-    def for_a_part(self, subset: Sequence[torch.device] | None) -> Request:
+    def for_a_part(self, subset: Sequence[torch.device] | None) -> DeviceRequest:
         """The same for a part of the group, on some of the devices (None: on all)."""
         if subset is None:
-            return Request(self.ours, self.devices, device=self.device, options=self.options)
+            return DeviceRequest(self.ours, self.devices, device=self.device, options=self.options)
         types = {device.type for device in subset}
         devices = {device: name for device, name in self.devices.items() if device in types}
         # The CPU stays, because calls without tensors, like barriers, go over it.
         ours = [device for device in self.ours if device in types or device == "cpu"]
-        return Request(ours, devices, device=self.device, options=self.options)
+        return DeviceRequest(ours, devices, device=self.device, options=self.options)
 
 
 def locals_of_torch() -> Mapping[str, Any]:
@@ -70,7 +70,7 @@ def locals_of_torch() -> Mapping[str, Any]:
     return {} if frame is None else frame.f_locals
 
 
-def find_request() -> Request:
+def find_request() -> DeviceRequest:
     """Find the group that torch is about to make, while it calls us to make our part.
 
     It tells a backend's maker everything but the map, so the map is read where torch itself has it: in the frame of the
@@ -79,7 +79,7 @@ def find_request() -> Request:
     local = locals_of_torch().get
     config = local("backend_config")
     if config is None:
-        return Request()
+        return DeviceRequest()
     names = {device: str(name) for device, name in config.get_device_backend_map().items()}
     ours = [device for device, name in names.items() if name == NAME]
     devices = {device: name for device, name in names.items() if name != NAME}
@@ -87,10 +87,12 @@ def find_request() -> Request:
     # Our own options mean nothing to another backend.
     if isinstance(options, Options):
         options = None
-    return Request(ours, devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options)
+    return DeviceRequest(
+        ours, devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options
+    )
 
 
-def others(description: _DistributedBackendOptions, request: Request) -> tuple[dist.ProcessGroup, dict[str, str]]:
+def others(description: _DistributedBackendOptions, request: DeviceRequest) -> tuple[dist.ProcessGroup, dict[str, str]]:
     """A torch group with the backends of all other devices, and for those that cannot be had, why.
 
     Raises:
@@ -116,7 +118,7 @@ def others(description: _DistributedBackendOptions, request: Request) -> tuple[d
     return group, missing
 
 
-def _make(name: str, store: Store, description: _DistributedBackendOptions, request: Request) -> tuple[Any, Any]:
+def _make(name: str, store: Store, description: _DistributedBackendOptions, request: DeviceRequest) -> tuple[Any, Any]:
     """A backend as torch itself would make it, and its type."""
     rank, size = description.group_rank, description.group_size
     backend: Any
@@ -170,7 +172,7 @@ class ByDevice(ProcessGroup):
         missing: Mapping[str, str],
         device: torch.device | None,
     ) -> None:
-        super().__init__(ours._gloo, ours._store, ours._limit, ours._label, ours._device_types)
+        super().__init__(ours._gloo, ours._store, ours._limit, ours._label, ours._device_types, ours._parts)
         self._ours = ours
         self._others: dist.ProcessGroup = others
         self._missing = missing

@@ -24,7 +24,7 @@ from ..waiting_time import waiting_time
 from . import cuda
 from .completer import Completer
 from .options import UNSET, Wires
-from .process_group import InnerGloo, Limit, ProcessGroup
+from .process_group import InnerGloo, Limit, Parts, ProcessGroup
 from .tensors import Memory
 from .torch_tools import begin_call, end_event, end_event_with, outside_dynamo
 from .updates import Updates
@@ -59,9 +59,10 @@ class EngineGroup(ProcessGroup):
         limit: Limit,
         label: str,
         devices: Sequence[torch.device],
+        parts: Parts,
         wires: Wires,
     ) -> None:
-        super().__init__(gloo, store, limit, label, devices)
+        super().__init__(gloo, store, limit, label, devices, parts)
         self._wires = wires
         self._communicator: engine.Communicator | None = communicator
         self._submit: Callable[..., Work] = communicator.submit

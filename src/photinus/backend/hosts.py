@@ -57,7 +57,7 @@ _addresses: list[str] = []  # by this process's first group over several hosts; 
 
 
 @dataclass(frozen=True)
-class Member:
+class RankInfo:
     """A rank of the group: where it is, and how it is reached.
 
     Attributes:
@@ -79,7 +79,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The facts on which all ranks of a group agree.
 
     Attributes:
@@ -90,7 +90,7 @@ class Meeting:
     """
 
     session: str
-    members: tuple[Member, ...]
+    members: tuple[RankInfo, ...]
     address: str
     job: str = ""
     attempt: int = 0
@@ -120,11 +120,11 @@ class Meeting:
         return f"{len(names)} host{'s' * (len(names) > 1)}: {', '.join(texts)}{', ...' * (len(names) > _SHOWN)}"
 
 
-def meet(store: Store, rank: int, world_size: int, **how: Any) -> Meeting:
+def meet(store: Store, rank: int, world_size: int, **how: Any) -> Rendezvous:
     """Waits until all ranks of the group are here and returns where they are. Called by every rank.
 
     Args:
-        how: the other arguments of `Joining`.
+        how: the other arguments of `RendezvousWait`.
 
     Raises:
         CollectiveTimeoutError: not all came in time; names those that did not.
@@ -132,26 +132,26 @@ def meet(store: Store, rank: int, world_size: int, **how: Any) -> Meeting:
         MismatchError: ranks make different groups under one name, or wait for each other in different calls.
         ValueError, HostError: this host has no card that was named, or no address, or the process may not listen there.
     """
-    me = Member(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
+    me = RankInfo(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
     # Nobody to wait for, so the store is not even touched.
     if world_size == 1:
-        return Meeting(secrets.token_hex(8), (me,), engine.new_address())
-    joining = Joining(store, rank, world_size, **how)
+        return Rendezvous(secrets.token_hex(8), (me,), engine.new_address())
+    wait = RendezvousWait(store, rank, world_size, **how)
     store = PrefixStore("photinus", store)
     try:
-        meeting = _lead(store, joining, me) if rank == 0 else _follow(store, joining, me)
+        rendezvous = _lead(store, wait, me) if rank == 0 else _follow(store, wait, me)
         # Ranks that share memory need no listener.
-        return meeting if meeting.one_host else _exchange_links(store, joining, meeting)
+        return rendezvous if rendezvous.one_host else _exchange_links(store, wait, rendezvous)
     except RuntimeError as error:
         # Ours say more already.
         if isinstance(error, CollectiveError):
             raise
         raise PeerLostError(
-            f"{joining.who}: the rendezvous store failed ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"{wait.who}: the rendezvous store failed ({type(error).__name__}: {str(error).splitlines()[0]}); "
             f"the process that serves it, mostly rank 0 or the launcher's, may have ended"
         ) from None  # torch's C++ frames say no more
     finally:
-        joining.close()
+        wait.close()
 
 
 def _address_towards(store: Store) -> str | None:
@@ -162,19 +162,19 @@ def _address_towards(store: Store) -> str | None:
     return None
 
 
-def tidy(store: Store, meeting: Meeting) -> None:
-    """Deletes the meeting's keys. For rank 0, after something that every rank took part in after `meet`."""
+def tidy(store: Store, rendezvous: Rendezvous) -> None:
+    """Deletes the rendezvous's keys. For rank 0, after something that every rank took part in after `meet`."""
     store = PrefixStore("photinus", store)
-    ranks = range(1, len(meeting.members))
-    links = () if meeting.one_host else ("links", *(f"links/{rank}" for rank in ranks))
+    ranks = range(1, len(rendezvous.members))
+    links = () if rendezvous.one_host else ("links", *(f"links/{rank}" for rank in ranks))
     for part in ("plan", "missing", *ranks, *links):
-        store.delete_key(f"session/{meeting.session}/{part}")
+        store.delete_key(f"session/{rendezvous.session}/{part}")
 
 
-def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
+def _lead(store: Store, wait: RendezvousWait, me: RankInfo) -> Rendezvous:
     # Random, so that no key of an earlier attempt can be taken for one of this group.
-    session, size = secrets.token_hex(8), joining.world_size
-    here: dict[int, Member] = {0: me}
+    session, size = secrets.token_hex(8), wait.world_size
+    here: dict[int, RankInfo] = {0: me}
     welcomed: set[str] = set()
     store.set("hello/0", session)
 
@@ -185,8 +185,8 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
             if (reply := _read(store, f"session/{session}/{rank}")) is not None:
                 came = json.loads(reply)
                 # Else ranks of two different groups would exchange with each other.
-                if came["group"] != joining.members:
-                    _refuse(store, session, joining, rank, came)
+                if came["group"] != wait.members:
+                    _refuse(store, session, wait, rank, came)
                 here[rank] = _member(came["member"])
             # Each nonce once: an old one stays in the store until its rank writes a new one.
             elif (nonce := _read(store, f"hello/{rank}")) is not None and nonce not in welcomed:
@@ -197,14 +197,14 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
     def came() -> str:
         return name_came({rank: f"pid {member.pid} on {member.host_name}" for rank, member in here.items()})
 
-    joining.until(all_here, _tell_missing(store, session, size, here), came)
+    wait.until(all_here, _tell_missing(store, session, size, here), came)
     members = tuple(here[rank] for rank in range(size))
-    meeting = Meeting(session, members, engine.new_address(), env.JOB_ID.get(), env.ATTEMPT.get())
-    store.set(f"session/{session}/plan", json.dumps(asdict(meeting)))
+    rendezvous = Rendezvous(session, members, engine.new_address(), env.JOB_ID.get(), env.ATTEMPT.get())
+    store.set(f"session/{session}/plan", json.dumps(asdict(rendezvous)))
     # All have answered, so nobody looks for a welcome any more.
     for nonce in welcomed:
         store.delete_key(f"welcome/{nonce}")
-    return meeting
+    return rendezvous
 
 
 def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -> Callable[[], list[int]]:
@@ -222,38 +222,38 @@ def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -
     return missing
 
 
-def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[str, Any]) -> NoReturn:
+def _refuse(store: Store, session: str, wait: RendezvousWait, rank: int, came: dict[str, Any]) -> NoReturn:
     """Ends it for all who have come: somebody means another group by this name."""
     text = (
-        f"the ranks create different groups under one name: rank {joining.members[0]} creates group {joining.name} of "
-        f"ranks {joining.members} ({joining.call}), but another rank, its rank {rank}, one of ranks {came['group']} "
+        f"the ranks create different groups under one name: rank {wait.members[0]} creates group {wait.name} of "
+        f"ranks {wait.members} ({wait.call}), but another rank, its rank {rank}, one of ranks {came['group']} "
         f"({came['call']}). Every rank must create all groups in the same order, also groups without this rank."
     )
     store.set(f"session/{session}/plan", json.dumps({"refused": text}))
     for other in range(1, len(came["group"])):  # those who only belong to the other group would wait for an answer
         if (nonce := _read(store, f"hello/{other}")) is not None:
             store.set(f"welcome/{nonce}", session)
-    raise MismatchError(f"{joining.who}: {text}")
+    raise MismatchError(f"{wait.who}: {text}")
 
 
-def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
+def _follow(store: Store, wait: RendezvousWait, me: RankInfo) -> Rendezvous:
     # A welcome for an earlier hello of this rank must not count.
     nonce, began_s = secrets.token_hex(8), time.monotonic()
-    store.set(f"hello/{joining.rank}", nonce)
+    store.set(f"hello/{wait.rank}", nonce)
 
     def missing() -> list[int]:
-        if joining.is_world and time.monotonic() - began_s > min(_WELCOME_S, joining.timeout_s / 4):
-            _release_rank_0(store, joining.world_size)
+        if wait.is_world and time.monotonic() - began_s > min(_WELCOME_S, wait.timeout_s / 4):
+            _release_rank_0(store, wait.world_size)
         return [0]
 
-    joining.until(lambda: store.check([f"welcome/{nonce}"]), missing)
+    wait.until(lambda: store.check([f"welcome/{nonce}"]), missing)
     session = store.get(f"welcome/{nonce}").decode()
-    reply = {"member": asdict(me), "group": joining.members, "call": joining.call}
-    store.set(f"session/{session}/{joining.rank}", json.dumps(reply))
-    plan = _await(store, joining, session, "plan")
+    reply = {"member": asdict(me), "group": wait.members, "call": wait.call}
+    store.set(f"session/{session}/{wait.rank}", json.dumps(reply))
+    plan = _await(store, wait, session, "plan")
     if "refused" in plan:
-        raise MismatchError(f"{joining.who}: {plan['refused']}")
-    return Meeting(**{**plan, "members": tuple(map(_member, plan["members"]))})
+        raise MismatchError(f"{wait.who}: {plan['refused']}")
+    return Rendezvous(**{**plan, "members": tuple(map(_member, plan["members"]))})
 
 
 def _release_rank_0(store: Store, world_size: int) -> None:
@@ -270,7 +270,7 @@ def _release_rank_0(store: Store, world_size: int) -> None:
         clients.append(TCPStore(server.host, server.port, world_size, is_master=False))
 
 
-def _await(store: Store, joining: Joining, session: str, part: str) -> dict[str, Any]:
+def _await(store: Store, wait: RendezvousWait, session: str, part: str) -> dict[str, Any]:
     """Waits for what rank 0 writes for all, and returns it."""
 
     def missing() -> list[int]:
@@ -278,16 +278,16 @@ def _await(store: Store, joining: Joining, session: str, part: str) -> dict[str,
         return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
 
     key = f"session/{session}/{part}"
-    joining.until(lambda: store.check([key]), missing)
+    wait.until(lambda: store.check([key]), missing)
     found: dict[str, Any] = json.loads(store.get(key))
     return found
 
 
-def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting:
+def _exchange_links(store: Store, wait: RendezvousWait, rendezvous: Rendezvous) -> Rendezvous:
     """Opens this process's listener, if it has none yet, and brings together where those of all ranks are."""
-    rank, size, key = joining.rank, joining.world_size, f"session/{meeting.session}/links"
+    rank, size, key = wait.rank, wait.world_size, f"session/{rendezvous.session}/links"
     try:
-        own = engine.listen(addresses := choose_addresses(meeting.members, rank))
+        own = engine.listen(addresses := choose_addresses(rendezvous.members, rank))
     except (ValueError, OSError) as error:
         # The others need a reason now, not a timeout later.
         store.set(key, json.dumps({"refused": f"rank {rank} cannot be reached by other hosts: {error}"}))
@@ -305,22 +305,22 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
             # The key is there early when a rank has refused.
             return len(here) == size or store.check([key])
 
-        joining.until(all_here, _tell_missing(store, meeting.session, size, here))
+        wait.until(all_here, _tell_missing(store, rendezvous.session, size, here))
         if len(here) == size:
             store.set(key, json.dumps({"all": [here[other] for other in range(size)]}))
     else:
         store.set(f"{key}/{rank}", json.dumps(mine))
-    answer = _await(store, joining, meeting.session, "links")
+    answer = _await(store, wait, rendezvous.session, "links")
     if "refused" in answer:
-        raise PeerLostError(f"{joining.who}: {answer['refused']}")
+        raise PeerLostError(f"{wait.who}: {answer['refused']}")
     members = tuple(
-        _member({**asdict(member), **more}) for member, more in zip(meeting.members, answer["all"], strict=True)
+        _member({**asdict(member), **more}) for member, more in zip(rendezvous.members, answer["all"], strict=True)
     )
-    _check_cards(joining.who, members)
-    return replace(meeting, members=members)
+    _check_cards(wait.who, members)
+    return replace(rendezvous, members=members)
 
 
-def _check_cards(who: str, members: Sequence[Member]) -> None:
+def _check_cards(who: str, members: Sequence[RankInfo]) -> None:
     """Links have a connection for each card, so both their ends need as many."""
     first = members[0]
     # Found here, on every rank, instead of by a link that never comes up.
@@ -333,15 +333,15 @@ def _check_cards(who: str, members: Sequence[Member]) -> None:
         )
 
 
-def _member(fields: dict[str, Any]) -> Member:
-    return Member(**{**fields, "links": tuple(fields["links"]), "cards": tuple(fields["cards"])})
+def _member(fields: dict[str, Any]) -> RankInfo:
+    return RankInfo(**{**fields, "links": tuple(fields["links"]), "cards": tuple(fields["cards"])})
 
 
 def _read(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-class Joining:
+class RendezvousWait:
     """A rank's wait for the others of a group that is being made: what it prints meanwhile, and what ends it.
 
     Args:
@@ -458,7 +458,7 @@ def _without_prefix(store: Store) -> Store:
     return store
 
 
-def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
+def choose_addresses(members: Sequence[RankInfo], rank: int) -> list[str]:
     """The addresses, in digits, on which a rank is to listen for the ranks of the other hosts.
 
     Those of the cards that PHOTINUS_INTERFACE names; loopback where the "hosts" lie on one network stack (one machine,
@@ -476,7 +476,7 @@ def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
     return list(_addresses)
 
 
-def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[str]:
+def _choose(members: Sequence[RankInfo], rank: int, *, one_network: bool) -> list[str]:
     if names := env.INTERFACE.get():
         return addresses_of_interfaces(names)
     # The "hosts" are one machine, so loopback reaches them all.

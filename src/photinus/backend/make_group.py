@@ -17,7 +17,7 @@ from ..job.world import name_ranks
 from . import device_map, hosts
 from .engine_reductions import ThroughEngine
 from .options import Options, wires
-from .process_group import InnerGloo, Limit, ProcessGroup
+from .process_group import InnerGloo, Limit, Parts, ProcessGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
@@ -26,7 +26,7 @@ _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown the
 
 
 def make(
-    description: _DistributedBackendOptions, request: device_map.Request | None = None, own: Options | None = None
+    description: _DistributedBackendOptions, request: device_map.DeviceRequest | None = None, own: Options | None = None
 ) -> ProcessGroup:
     """Makes the group that torch describes; called by all its ranks.
 
@@ -37,9 +37,11 @@ def make(
         PeerLostError, MismatchError: a missing rank has ended, or makes another group.
         HostError: other hosts cannot reach this one, or this process may not open what it needs.
     """
-    own, request = own or Options(), request or device_map.Request()
-    members = description.global_ranks_in_group
-    ours = _make_ours(description, own, request.ours)
+    own, request = own or Options(), request or device_map.DeviceRequest()
+    parts = Parts(
+        lambda part, subset: make(part, request.for_a_part(subset), own), list(description.global_ranks_in_group)
+    )
+    ours = _make_ours(description, own, request.ours, parts)
     group: ProcessGroup = ours
     if request.devices:
         try:
@@ -48,11 +50,12 @@ def make(
         except BaseException:
             ours.shutdown()
             raise
-    group.made_by(lambda part, subset: make(part, request.for_a_part(subset), own), members)
     return group
 
 
-def _make_ours(description: _DistributedBackendOptions, own: Options, devices: Sequence[str]) -> ThroughEngine:
+def _make_ours(
+    description: _DistributedBackendOptions, own: Options, devices: Sequence[str], parts: Parts
+) -> ThroughEngine:
     rank, size, store = description.group_rank, description.group_size, description.store
     members = list(description.global_ranks_in_group)
     if not members:  # the default group
@@ -61,36 +64,36 @@ def _make_ours(description: _DistributedBackendOptions, own: Options, devices: S
     # It knows who is alive, and how fast the hosts are linked.
     world = _default_group() if members else None
     limit = Limit(_timeout_s(description.timeout, world))
-    meeting = hosts.meet(
+    rendezvous = hosts.meet(
         store, rank, size, timeout_s=limit.timeout_s, name=label, members=members, world=world and world.communicator
     )
     communicator = engine.Communicator(
         rank,
         size,
-        meeting.address,
+        rendezvous.address,
         # All ranks have just shown themselves, so what takes longer now is a fault and no slow start.
         timeout_s=min(limit.timeout_s, _JOINING_S),
         name=label,
-        places=meeting.places(),
-        job=meeting.job,
-        attempt=meeting.attempt,
+        places=rendezvous.places(),
+        job=rendezvous.job,
+        attempt=rendezvous.attempt,
         # Measured once, by the default group: its parts use the same cards.
         speeds=world.communicator.speeds if world and world.communicator else (0.0, 0.0),
     )
     try:
         # gloo takes any address that it finds, and earlier groups may have left theirs.
-        private = PrefixStore(f"photinus/{meeting.session}", store)
-        address = hosts.LOOPBACK if meeting.one_host else hosts.choose_addresses(meeting.members, rank)[0]
+        private = PrefixStore(f"photinus/{rendezvous.session}", store)
+        address = hosts.LOOPBACK if rendezvous.one_host else hosts.choose_addresses(rendezvous.members, rank)[0]
         gloo = InnerGloo(private, rank, size, limit, address)
         if rank == 0 and size > 1:
             # Every rank has joined, so nobody reads these keys any more.
-            hosts.tidy(store, meeting)
+            hosts.tidy(store, rendezvous)
             # Once for the job: parts of it use the same links.
             if communicator.about_hosts and not members:
-                line = f"photinus: {size} ranks on {meeting.hosts()}; {communicator.about_hosts}"
+                line = f"photinus: {size} ranks on {rendezvous.hosts()}; {communicator.about_hosts}"
                 print(line, file=sys.stderr, flush=True)
         served = [torch.device(device) for device in devices]
-        return ThroughEngine(communicator, gloo, store, limit, label, served, wires(own.wire_dtype))
+        return ThroughEngine(communicator, gloo, store, limit, label, served, parts, wires(own.wire_dtype))
     except BaseException:
         # Else the peers would wait for this rank until their deadline.
         communicator.close()

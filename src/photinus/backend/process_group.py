@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,18 @@ _TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each
 
 _Maker: TypeAlias = "Callable[[_DistributedBackendOptions, Sequence[torch.device] | None], ProcessGroup]"
 """Makes a group that torch describes, for some device types (None: for all)."""
+
+
+class Parts(NamedTuple):
+    """How parts of a group are made.
+
+    Attributes:
+        make: makes one.
+        members: ranks of the world in the group; empty: all.
+    """
+
+    make: _Maker
+    members: Sequence[int]
 
 
 class Limit:
@@ -122,10 +134,11 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         limit: timeout of operations for which the caller gives none.
         label: the group's name in messages.
         devices: the types that torch is told of.
+        parts: how parts of this group are made.
     """
 
     def __init__(
-        self, gloo: InnerGloo, store: Store, limit: Limit, label: str, devices: Sequence[torch.device]
+        self, gloo: InnerGloo, store: Store, limit: Limit, label: str, devices: Sequence[torch.device], parts: Parts
     ) -> None:
         # torch 2.13's three-argument form does not take a subclass ("not an alias instance").
         super().__init__(gloo.rank(), gloo.size())
@@ -136,8 +149,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._label = label
         self._name = self._description = ""
         self._together: list[dist.Work] | None = None
-        self._make: _Maker  # set by `made_by`, like the members
-        self._members: list[int] = []
+        self._parts = parts
         self._splits: dict[tuple[int, ...], int] = {}
         for device in devices:
             # torch asks this one, and not the group, for timeouts and memory.
@@ -145,10 +157,6 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         _prepare_exit()
         _open.add(self)
-
-    def made_by(self, make: _Maker, members: Sequence[int]) -> None:
-        """Says how parts of this group are made, and which ranks of the world are in it (empty: all)."""
-        self._make, self._members = make, list(members)
 
     @property
     def communicator(self) -> engine.Communicator | None:
@@ -323,8 +331,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         backend_options.timeout = timeout if timeout is not None else timedelta(seconds=self._limit.timeout_s)
         backend_options.group_id = name
         # In numbers of the world, by which messages and the store name ranks.
-        backend_options.global_ranks_in_group = [self._members[rank] if self._members else rank for rank in members]
-        part = self._make(backend_options, device_types)
+        backend_options.global_ranks_in_group = [(self._parts.members or range(self._size))[rank] for rank in members]
+        part = self._parts.make(backend_options, device_types)
         # torch does this for groups of its own making only.
         part.setGroupName(name)
         part.setGroupDesc(group_desc or f"{self._description or self._label}:split")

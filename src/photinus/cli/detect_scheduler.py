@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .. import env
 from ..errors import LaunchError, NotInitializedError, UsageError
-from ..job.launchers import Told, read_scheduler, read_torchrun
+from ..job.launchers import LauncherEnv, read_scheduler, read_torchrun
 from ..job.own_address import own_address
 from ..job.rendezvous import find_rendezvous
 from ..job.slurm import reachable_address, slurm_job
@@ -84,7 +84,7 @@ _OF_RANKS = frozenset(
 )
 
 
-def _refuse_several_on_one_host(world: World, scheduler: Told) -> None:
+def _refuse_several_on_one_host(world: World, scheduler: LauncherEnv) -> None:
     per_host = scheduler.step.tasks_per_host if scheduler.step is not None else ()
     most = max(per_host, default=world.local_world_size)
     if world.world_size == 1 or most == 1:

@@ -10,14 +10,14 @@ from .slurm import SlurmStep, slurm_step
 
 
 @dataclass(frozen=True)
-class Told:
-    """A place as a launcher tells it, not checked yet. None: it does not say.
+class LauncherEnv:
+    """A process's place as its launcher's variables say it, not checked yet. None where a variable is missing.
 
     Attributes:
         launcher: its name, for people.
         rank, world_size, local_rank, local_world_size, host_rank: as in `World`.
-        names: the variables that rank, world_size, local_rank and local_world_size were read from.
-        step: the step of srun, when Slurm tells.
+        names: variables of rank, world_size, local_rank and local_world_size.
+        step: the step of srun, under Slurm.
     """
 
     launcher: str
@@ -30,8 +30,7 @@ class Told:
     step: SlurmStep | None = None
 
 
-# The names under which a launcher tells a process its rank, world size, local rank, local world size and, if it does,
-# the number of the host.
+# Each launcher's variables of rank, world size, local rank, local world size and, if there is one, the host's number.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # Open MPI's NODE_RANK is no host's number, but the rank among all of this host's processes: it is not read.
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -40,7 +39,7 @@ _MVAPICH2 = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def read_torchrun(environ: Mapping[str, str]) -> Told | None:
+def read_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Read RANK, WORLD_SIZE and so on, from torchrun, `photinus run` or the user; return None if both are missing.
 
     Raises:
@@ -51,7 +50,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Told | None:
     return _read(launcher, _TORCHRUN, environ)
 
 
-def read_scheduler(environ: Mapping[str, str]) -> Told | None:
+def read_scheduler(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Read this process's place from mpirun, mpiexec or srun; return None if none of them started it.
 
     MPI comes first: its mpirun, used inside of Slurm, starts its helpers by srun, and the ranks inherit what Slurm told
@@ -67,7 +66,7 @@ def read_scheduler(environ: Mapping[str, str]) -> Told | None:
         return place
     step = slurm_step(environ)
     if step is not None:
-        return Told(
+        return LauncherEnv(
             "Slurm",
             step.rank,
             step.tasks,
@@ -80,7 +79,7 @@ def read_scheduler(environ: Mapping[str, str]) -> Told | None:
     return _read("MPICH", _HYDRA, environ)  # another process manager that speaks PMI
 
 
-def _read(launcher: str, names: tuple[str, ...], environ: Mapping[str, str]) -> Told | None:
+def _read(launcher: str, names: tuple[str, ...], environ: Mapping[str, str]) -> LauncherEnv | None:
     if names[0] not in environ and names[1] not in environ:
         return None
 
@@ -94,4 +93,4 @@ def _read(launcher: str, names: tuple[str, ...], environ: Mapping[str, str]) -> 
             raise ValueError(f"{name}={text!r} (from {launcher}) is not a whole number") from None
 
     rank, world_size, local_rank, local_world_size, *host_rank = map(number, names)
-    return Told(launcher, rank, world_size, local_rank, local_world_size, next(iter(host_rank), None), names[:4])
+    return LauncherEnv(launcher, rank, world_size, local_rank, local_world_size, next(iter(host_rank), None), names[:4])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import NotInitializedError
-from .launchers import Told, read_scheduler
+from .launchers import LauncherEnv, read_scheduler
 from .slurm import SlurmStep
 from .world import World
 
@@ -28,7 +28,7 @@ _STEPS_APART = 1021  # prime: the steps of a job, and the same step of the next 
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousAddress:
     """The address at which the ranks connect.
 
     Attributes:
@@ -52,7 +52,7 @@ class Rendezvous:
         return not self.job
 
 
-def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
+def find_rendezvous(world: World, environ: Mapping[str, str]) -> RendezvousAddress:
     """Find the address at which the ranks of this world, of more than one rank, connect.
 
     Raises:
@@ -61,7 +61,7 @@ def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
     """
     address, port = environ.get("MASTER_ADDR") or None, _given_port(environ)
     if address is not None and port is not None:
-        return Rendezvous(address, port)
+        return RendezvousAddress(address, port)
     place = read_scheduler(environ)
     if place is None or place.launcher != world.launcher:
         missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
@@ -80,7 +80,7 @@ def port_of(number: int, step: int = 0) -> int:
     return LOWEST_PORT + (number + _STEPS_APART * step) % PORTS
 
 
-def _of_step(step: SlurmStep, address: str | None, port: int | None) -> Rendezvous:
+def _of_step(step: SlurmStep, address: str | None, port: int | None) -> RendezvousAddress:
     source = "the job and step of Slurm"
     if address is None:
         if len(step.hosts) == 1 or step.local_tasks == step.tasks:
@@ -94,10 +94,12 @@ def _of_step(step: SlurmStep, address: str | None, port: int | None) -> Rendezvo
             )
     if port is None:
         port = port_of(_as_number(step.job_id), _as_number(step.step_id))
-    return Rendezvous(address, port, f"slurm {step.job_id}.{step.step_id}", step.hosts, source)
+    return RendezvousAddress(address, port, f"slurm {step.job_id}.{step.step_id}", step.hosts, source)
 
 
-def _of_mpi(world: World, place: Told, environ: Mapping[str, str], address: str | None, port: int | None) -> Rendezvous:
+def _of_mpi(
+    world: World, place: LauncherEnv, environ: Mapping[str, str], address: str | None, port: int | None
+) -> RendezvousAddress:
     export = "-x MASTER_ADDR={}" if place.launcher == "Open MPI" else "-genv MASTER_ADDR {}"
     one_host = place.local_world_size == world.world_size
     if address is None:
@@ -120,7 +122,7 @@ def _of_mpi(world: World, place: Told, environ: Mapping[str, str], address: str 
         job = f"port {port}"
     if port is None:
         port = port_of(int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big"))
-    return Rendezvous(address, port, f"mpi {job}", (), f"the job of {place.launcher}")
+    return RendezvousAddress(address, port, f"mpi {job}", (), f"the job of {place.launcher}")
 
 
 def _job_of_mpi(environ: Mapping[str, str]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import env
 from ..errors import WorldSizeError
-from .launchers import Told, read_scheduler, read_torchrun
+from .launchers import LauncherEnv, read_scheduler, read_torchrun
 from .slurm import slurm_job
 
 
@@ -67,7 +67,7 @@ class World:
         return world
 
     @classmethod
-    def _from(cls, place: Told) -> World:
+    def _from(cls, place: LauncherEnv) -> World:
         rank = -1 if place.rank is None else place.rank
         world_size = -1 if place.world_size is None else place.world_size
         if rank == -1 and world_size in (-1, 0, 1):
@@ -106,7 +106,7 @@ def name_ranks(ranks: Sequence[object], most: int | None = None) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"
 
 
-def check_participants(world_size: int, scheduler: Told, environ: Mapping[str, str]) -> None:
+def check_participants(world_size: int, scheduler: LauncherEnv, environ: Mapping[str, str]) -> None:
     """Refuses RANK and WORLD_SIZE of a job that has fewer members than srun or mpirun has started processes.
 
     Each of those processes is a rank, or a launcher of ranks (which then sets GROUP_WORLD_SIZE, the number of them).

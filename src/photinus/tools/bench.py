@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..backend_choice import Setting, driver_version, write_choice
 from ..cli.flag_values import positive_seconds, whole_number
 from ..cli.parser import Parser
 from ..errors import DeviceError, LaunchError
 from ..run.local.devices import usable_cores
-from ..verdict import Setting, driver_version, keep_verdict
 from ..version import __version__
 from .doctor.plan import COPY, Plan
 from .doctor.rounds import measure
@@ -175,7 +175,7 @@ def keep_choice(
     if reason:
         return f'This result is not saved for backend "auto": {reason}.'
     try:
-        path = keep_verdict(Setting(gpus, driver_version(), torch["version"]), best, why)
+        path = write_choice(Setting(gpus, driver_version(), torch["version"]), best, why)
     except OSError as error:
         return f'cannot save this result for backend "auto": {error}.'
     return f'Saved in {path}: on these GPUs, {len(gpus)} ranks with backend "auto" take {best} from now on.'

@@ -47,8 +47,8 @@ from .arguments import (
 )
 from .same_data import compare_samples
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
-from .stream import Piece, Reader, State, StreamShares, agreeing, is_stream
-from .workers import Fetch, Request, explaining, make_data_loader, start_workers
+from .stream import Piece, ShardReader, State, StreamShares, agreeing, is_stream
+from .workers import BatchRequest, Fetch, explaining, make_data_loader, start_workers
 
 T = TypeVar("T")
 
@@ -365,7 +365,7 @@ class Loader:
         if place_in_group()[1] > 1 and not isinstance(self.shares, StreamShares):
             compare_samples(what, self.dataset, self._described)
 
-    def _described(self, requests: Sequence[Request], describe: Callable[[list[Any]], T]) -> Iterator[T]:
+    def _described(self, requests: Sequence[BatchRequest], describe: Callable[[list[Any]], T]) -> Iterator[T]:
         """Yield what a function makes of some samples; where workers load the data, one of them fetches the samples."""
         fetch = Fetch(self.dataset, describe, 0)
         if self._tensors is not None or not self._num_workers:
@@ -505,11 +505,11 @@ class Loader:
         shares = self.shares  # not self: a cycle, when collected, waits 5 s for each worker
         assert not isinstance(shares, StreamShares)
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[BatchRequest]:
             # Remembered in the order of the requests, in which torch's DataLoader hands the batches out.
             for index in range(start, len(shares)):
                 requested.append(shares.batch(epoch, index))
-                yield Request(epoch, requested[-1].indices)
+                yield BatchRequest(epoch, requested[-1].indices)
 
         # Persistent workers read one plan after the other: a pass that was overtaken would get the new one's batches.
         self._passes = this_pass = self._passes + 1
@@ -565,7 +565,7 @@ class Loader:
     ) -> Iterator[Piece]:
         """Yield this rank's part of each batch, from its workers if there are any."""
         workers = 0 if is_filler else min(self._num_workers, len(shares.mine))
-        reader = Reader(shares, epoch, start, workers, states, self._fetch.collate, is_filler)
+        reader = ShardReader(shares, epoch, start, workers, states, self._fetch.collate, is_filler)
         read: Iterator[Piece] = iter(reader)
         with self._explaining(epoch, start):
             if workers:
@@ -590,7 +590,7 @@ class Loader:
     def _explaining(self, epoch: int, index: int) -> AbstractContextManager[None]:
         return explaining(self._num_workers, self._timeout_s, f"rank {self.shares.rank}, epoch {epoch}, batch {index}")
 
-    def _data_loader(self, reader: Reader | None, epoch: int) -> DataLoader[Any]:
+    def _data_loader(self, reader: ShardReader | None, epoch: int) -> DataLoader[Any]:
         """Return torch's DataLoader over the requests of a pass, or over a reader of the stream."""
         if self._workers is not None:
             data_loader = self._workers
@@ -644,9 +644,9 @@ def note_place(text: str) -> None:
 class _Requests:
     """The sampler that a DataLoader reads: whatever plan the present pass has put here."""
 
-    plan: Iterator[Request]
+    plan: Iterator[BatchRequest]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self.plan
 
 

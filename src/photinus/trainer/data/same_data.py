@@ -30,7 +30,7 @@ from ... import env
 from ...job.world import name_ranks
 from ...parallel.exchange.collectives import all_gather_bytes, resolve_group
 from . import rng
-from .workers import Request
+from .workers import BatchRequest
 
 _SAMPLES, _SAMPLES_IN_MEMORY = 4, 16
 _LIMIT_S = 1.0  # after which no further sample is begun
@@ -43,7 +43,7 @@ _MOST_OBJECTS, _MOST_ITEMS = 1000, 64  # looked at in search of generators; in a
 # Digest of what is compared exactly; for each sum of fractions, the sum and the root of its squares.
 Description = tuple[str, list[tuple[float, float]]]
 # A function that yields what another one makes of the samples of each request.
-Load = Callable[[Sequence[Request], Callable[[list[Any]], Description]], Iterator[Description]]
+Load = Callable[[Sequence[BatchRequest], Callable[[list[Any]], Description]], Iterator[Description]]
 
 _descriptions: dict[
     int, tuple[weakref.ref[Any], int, dict[str, Description]]
@@ -87,7 +87,7 @@ def _describe(dataset: Any, load: Load) -> dict[str, Description]:
     most = min(count, _SAMPLES_IN_MEMORY if type(_inner(dataset)) in (list, tuple, TensorDataset) else _SAMPLES)
     indices = [place * (count - 1) // max(1, most - 1) for place in range(most)]
     # Each one twice, and not as one request: what fetches many at once may leave out the second.
-    requests = [Request(0, [index]) for index in indices for _ in range(2)]
+    requests = [BatchRequest(0, [index]) for index in indices for _ in range(2)]
     began_s = time.monotonic()
     # What fails here fails in training, too, which says what is wrong.
     with suppress(Exception), _generators_kept(dataset):

@@ -360,7 +360,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Reader(IterableDataset[Piece]):
+class ShardReader(IterableDataset[Piece]):
     """Reads this rank's shards of an epoch, step by step, without an end; each worker process reads some of them."""
 
     shares: StreamShares

@@ -35,7 +35,7 @@ _FOR_THE_RANK = (signal.SIGTERM, signal.SIGUSR1)  # by which it is asked to susp
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """One local batch to fetch: the epoch and the samples."""
 
     epoch: int
@@ -43,7 +43,7 @@ class Request:
 
 
 class Fetch:
-    """Turns a Request into a collated batch. Given to torch's DataLoader as a dataset whose keys are requests.
+    """Turns a BatchRequest into a collated batch. Given to torch's DataLoader as a dataset whose keys are requests.
 
     Args:
         dataset: the user's, with __getitem__ or __getitems__ (many samples in one call).
@@ -56,7 +56,7 @@ class Fetch:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Any:
         # A worker's generators serve nothing else.
         with keep_generators() if get_worker_info() is None else contextlib.nullcontext():
             samples = self._samples(request)
@@ -65,7 +65,7 @@ class Fetch:
             with _noted(request, request.indices):
                 return self.collate(samples)
 
-    def _samples(self, request: Request) -> Any:
+    def _samples(self, request: BatchRequest) -> Any:
         if self._many_at_once:
             self._seed("batch", request, request.indices[0])
             with _noted(request, request.indices):
@@ -78,7 +78,7 @@ class Fetch:
                 samples.append(self.dataset[index])
         return samples
 
-    def _seed(self, kind: str, request: Request, index: int) -> None:
+    def _seed(self, kind: str, request: BatchRequest, index: int) -> None:
         seed_host_streams(derive_seed(self.seed, kind, request.epoch, index))
 
 
@@ -186,7 +186,7 @@ def _fetches_many_at_once(dataset: Any) -> bool:
 class _noted:  # noqa: N801 - reads as a statement; a class, since contextmanager costs as much as a small sample
     """An exception gets a note that says which samples it was about (Python >= 3.11)."""
 
-    def __init__(self, request: Request, indices: list[int]) -> None:
+    def __init__(self, request: BatchRequest, indices: list[int]) -> None:
         self.request, self.indices = request, indices
 
     def __enter__(self) -> _noted:

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ... import env
+from ...backend_choice import COMMAND, BackendChoice, Setting, driver_version, read_choice
 from ...errors import DeviceError
 from ...job.slurm import has_a_gpu_of_its_own
 from ...job.world import World
 from ...parallel.exchange.verify_models import gpu_identity
-from ...verdict import COMMAND, Setting, Verdict, driver_version, look_up_verdict
 from .progress import say
 
 
@@ -162,36 +162,27 @@ class Gpus:
     apart: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A backend, why in a few words, and what else to do: a line, or ""."""
-
-    backend: str
-    why: str
-    advice: str = ""
-
-
-def choose_among(gpus: Gpus, verdict: Verdict) -> Choice:
+def choose_among(gpus: Gpus, verdict: BackendChoice) -> BackendChoice:
     """The rules, in the order of their weight: what was measured here, what can be used at all, what is usual."""
     missing = gpus.missing
     if gpus.on_one_host and verdict.backend and verdict.backend not in missing:
-        return Choice(verdict.backend, f"as `{COMMAND}` measured here: {verdict.why}")
+        return BackendChoice(verdict.backend, f"as `{COMMAND}` measured here: {verdict.why}")
     known = [gpu for gpu in gpus.by_rank if gpu]
     why = "nccl takes one rank per GPU, and ranks share one here" if len(set(known)) < len(known) else ""
     why = why or (f"nccl cannot be used: {missing['nccl']}" if "nccl" in missing else "")
     if why and "photinus" in missing:
-        return Choice("gloo", f"{why}; nor photinus: {missing['photinus']}")
+        return BackendChoice("gloo", f"{why}; nor photinus: {missing['photinus']}")
     if why:
-        return Choice("photinus", why)
+        return BackendChoice("photinus", why)
     measure = f"run `{COMMAND} --nproc-per-node {len(gpus.by_rank)}`, and the fastest is taken from then on"
     stale = f"photinus: no verdict counts: {verdict.why}: {measure}" if verdict.why and not verdict.backend else ""
     if len(gpus.by_rank) == 1:
-        return Choice("nccl", "the choice for CUDA devices")
+        return BackendChoice("nccl", "the choice for CUDA devices")
     if gpus.on_one_host and gpus.apart and "photinus" not in missing:
         pairs = ", ".join(gpus.apart[:8]) + (" ..." if len(gpus.apart) > 8 else "")
         advice = f"photinus: GPUs {pairs} cannot reach each other, where nccl is often slow: {measure}"
-        return Choice("nccl", "the choice for CUDA devices", stale or advice)
-    return Choice("nccl", "the choice for CUDA devices", stale if gpus.on_one_host else "")
+        return BackendChoice("nccl", "the choice for CUDA devices", stale or advice)
+    return BackendChoice("nccl", "the choice for CUDA devices", stale if gpus.on_one_host else "")
 
 
 def gather_gpus(store: Any, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> list[Gpu]:
@@ -223,7 +214,7 @@ def agree_on_backend(
         by_rank = [gpu.uuid for gpu in gpus]
         facts = Gpus(by_rank, place.local_world_size == place.world_size, missing, _pairs_apart(by_rank))
         setting = Setting(tuple(by_rank), driver_version(), str(torch.__version__))
-        choice = choose_among(facts, look_up_verdict(setting) if all(by_rank) else Verdict("", ""))
+        choice = choose_among(facts, read_choice(setting) if all(by_rank) else BackendChoice("", ""))
         if choice.advice:
             say(choice.advice)
         store.set(chosen, json.dumps([choice.backend, choice.why]))

@@ -24,13 +24,13 @@ from ... import env
 from ...errors import CollectiveTimeoutError, NotInitializedError, PhotinusError
 from ...job.channel import key_of
 from ...job.own_address import own_address
-from ...job.rendezvous import Rendezvous
+from ...job.rendezvous import RendezvousAddress
 from ...job.slurm import reachable_address
 from ...job.world import World
 from .progress import say
 
 if TYPE_CHECKING:
-    from ...backend.hosts import Joining
+    from ...backend.hosts import RendezvousWait
 
 _CONNECT_S = 5.0
 _SAY_AFTER_S = 5.0
@@ -41,7 +41,7 @@ _sessions: set[tuple[int, str]] = set()  # (rank, session) of this process: an e
 _served: dict[str, Store] = {}  # by address, at ports that this process opened itself: it cannot open one twice
 
 
-def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
+def open_store(world: World, rendezvous: RendezvousAddress, timeout_s: float) -> Store:
     """Join all ranks at torch's store, which rank 0 serves; return when all have joined.
 
     torch's own way waits for all ranks inside C++, where nobody says who is missing.
@@ -85,7 +85,7 @@ def _own_name() -> str:
     return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
-def _address_of_rank_0(world: World, rendezvous: Rendezvous) -> str:
+def _address_of_rank_0(world: World, rendezvous: RendezvousAddress) -> str:
     if rendezvous.given:
         return rendezvous.address
     address = reachable_address(rendezvous.address)
@@ -97,7 +97,7 @@ def _address_of_rank_0(world: World, rendezvous: Rendezvous) -> str:
         raise NotInitializedError(_unknown(address, rendezvous, error)) from error
 
 
-def _store(world: World, rendezvous: Rendezvous, address: str, timeout_s: float) -> Store:
+def _store(world: World, rendezvous: RendezvousAddress, address: str, timeout_s: float) -> Store:
     """Return the store itself on rank 0, else a client of it."""
     port = rendezvous.port
     make = partial(TCPStore, address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -137,9 +137,9 @@ def _call_roll(store: Store, world: World, where: str, timeout_s: float) -> Stor
     Raises:
         NotInitializedError: ranks did not come in time, one came twice, or worlds differ; names them.
     """
-    from ...backend.hosts import Joining, name_came  # which needs the engine
+    from ...backend.hosts import RendezvousWait, name_came  # which needs the engine
 
-    joining = Joining(store, world.rank, world.world_size, timeout_s=timeout_s, name="world")
+    wait = RendezvousWait(store, world.rank, world.world_size, timeout_s=timeout_s, name="world")
     if world.rank == 0:
         store.set(_SESSION, f"{secrets.token_hex(8)} of {world.world_size}")
 
@@ -148,7 +148,7 @@ def _call_roll(store: Store, world: World, where: str, timeout_s: float) -> Stor
             return False
         return world.rank == 0 or (world.rank, store.get(_SESSION).decode()) not in _sessions
 
-    _wait(joining, where, in_session)
+    _wait(wait, where, in_session)
     session = store.get(_SESSION).decode()
     if not session.endswith(f" of {world.world_size}"):
         ranks = f"rank 0 expects {session.split()[-1]} ranks, and this is rank {world.rank} of {world.world_size}"
@@ -177,7 +177,7 @@ def _call_roll(store: Store, world: World, where: str, timeout_s: float) -> Stor
         return sorted(set(range(world.world_size)) - here.keys())
 
     try:
-        _wait(joining, where, all_here, missing, lambda: name_came(here))
+        _wait(wait, where, all_here, missing, lambda: name_came(here))
     except NotInitializedError as error:
         if world.rank == 0 and not roll.check(["refused"]):  # with which the store goes
             roll.set("refused", str(error))
@@ -186,9 +186,9 @@ def _call_roll(store: Store, world: World, where: str, timeout_s: float) -> Stor
     return of_session
 
 
-def _wait(joining: Joining, where: str, *until: Any) -> None:
+def _wait(wait: RendezvousWait, where: str, *until: Any) -> None:
     try:
-        joining.until(*until)
+        wait.until(*until)
     except CollectiveTimeoutError as error:
         raise NotInitializedError(
             f"{error} Rank 0 is at {where}. Look at what the missing ranks printed. A firewall between the hosts has "
@@ -196,7 +196,7 @@ def _wait(joining: Joining, where: str, *until: Any) -> None:
         ) from None
 
 
-def _connect(world: World, rendezvous: Rendezvous, address: str, deadline: float) -> socket.socket:
+def _connect(world: World, rendezvous: RendezvousAddress, address: str, deadline: float) -> socket.socket:
     """A connection to rank 0, which may come later than this rank."""
     begun = time.monotonic()
     say_at = begun + _SAY_AFTER_S
@@ -219,7 +219,7 @@ def _connect(world: World, rendezvous: Rendezvous, address: str, deadline: float
             time.sleep(_RETRY_S)
 
 
-def _unknown(address: str, rendezvous: Rendezvous, error: OSError) -> str:
+def _unknown(address: str, rendezvous: RendezvousAddress, error: OSError) -> str:
     return (
         f"rank 0's host {address}, to which {rendezvous.source} lead, is not known to {socket.gethostname()}: "
         f"{error.strerror or error}. Export MASTER_ADDR, an address that every host knows, before starting."

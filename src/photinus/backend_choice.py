@@ -1,7 +1,7 @@
-"""Keep and read the fastest backend on this host's GPUs, as `photinus bench --device cuda` measured it.
+"""The fastest backend on this host's GPUs, as `photinus bench --device cuda` measured it: written and read.
 
-A file in the user's cache for each set of GPUs and number of ranks. It holds with what it was measured, and counts for
-the same only: other GPUs have another file, and one of other versions is passed over, with the reason.
+There is a file in the user's cache for each set of GPUs and number of ranks. It records the versions with which the
+backends were measured. A file of other versions does not count, and the reason says which versions changed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .errors import HostError
 from .version import __version__
 
 COMMAND = "photinus bench --device cuda"
-"""What makes a verdict."""
+"""The command that measures and writes the choice."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts on which a verdict depends.
+    """The facts on which a measured choice depends.
 
     Attributes:
         gpus: the identity (UUID) of each rank's GPU, in any order: ranks that share one name it several times.
@@ -40,11 +40,18 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The backend to choose, and why; "" where nothing counts, `why` saying what there is instead, if anything."""
+class BackendChoice:
+    """A backend, and why it is chosen.
+
+    Attributes:
+        backend: its name; "" where no measured choice counts.
+        why: the reason in a few words; without a backend the reason why a file does not count, if there is one.
+        advice: a line for the user, or "".
+    """
 
     backend: str
     why: str
+    advice: str = ""
 
 
 def driver_version(root: Path = Path("/")) -> str:
@@ -54,8 +61,8 @@ def driver_version(root: Path = Path("/")) -> str:
     return ""
 
 
-def keep_verdict(setting: Setting, backend: str, why: str, environ: Mapping[str, str] | None = None) -> Path:
-    """Writes the verdict, whole, in place of an earlier one for these GPUs; returns the file.
+def write_choice(setting: Setting, backend: str, why: str, environ: Mapping[str, str] | None = None) -> Path:
+    """Write the choice in place of an earlier one for these GPUs; return the file.
 
     Raises:
         OSError: the user's cache cannot be written. HostError: the user has no home folder.
@@ -74,22 +81,22 @@ def keep_verdict(setting: Setting, backend: str, why: str, environ: Mapping[str,
     return path
 
 
-def look_up_verdict(setting: Setting, environ: Mapping[str, str] | None = None) -> Verdict:
-    """The verdict that was kept for this setting. One that is stale, or cannot be read, does not count."""
+def read_choice(setting: Setting, environ: Mapping[str, str] | None = None) -> BackendChoice:
+    """Return the choice that was measured in this setting. A stale or unreadable file does not count."""
     try:
         path = _path(setting, environ)
         read = json.loads(path.read_text(encoding="utf-8"))
         versions = {name: str(read[name]) for name in ("driver", "torch", "photinus")}
-        found = Verdict(str(read["backend"]), str(read["why"]))
+        found = BackendChoice(str(read["backend"]), str(read["why"]))
     except (FileNotFoundError, HostError):
-        return Verdict("", "")
+        return BackendChoice("", "")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Verdict("", f"the verdict in {path} cannot be read ({type(error).__name__}: {error})")
+        return BackendChoice("", f"the verdict in {path} cannot be read ({type(error).__name__}: {error})")
     now = {"driver": setting.driver, "torch": setting.torch, "photinus": setting.photinus}
     changed = [name for name in now if versions[name] != now[name]]
     if changed:
         changes = (f"{name} {versions[name] or 'unknown'}, now {now[name] or 'unknown'}" for name in changed)
-        return Verdict("", f"that of `{COMMAND}` is of {'; '.join(changes)}")
+        return BackendChoice("", f"that of `{COMMAND}` is of {'; '.join(changes)}")
     return found
 
 
