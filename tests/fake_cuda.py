@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map
 
-from photinus.backend import cuda
+from photinus.backend import torch_tools
 from tests.fork_server import REPOSITORY
 
 __all__ = ["FakeGpu", "RealGpu", "library", "tensor_without_driver"]
@@ -102,7 +102,7 @@ class _Event:
         return bool(self._driver.query(self.handle))
 
 
-class _Streams(cuda.Streams):
+class _Streams(torch_tools.Streams):
     """What the backend asks of torch.cuda. Streams are handles; 0 is the default one."""
 
     def __init__(self, driver: _Driver) -> None:
@@ -303,7 +303,7 @@ class FakeGpu:
         self._kernels = deque[Any](maxlen=10_000)  # more than ever are under way
         self.configure(words)
         _Block.gpu = self
-        cuda.streams = self.streams
+        torch_tools.streams = self.streams
         torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]  # torch asks it for float8
 
     def configure(self, words: str) -> None:

@@ -111,7 +111,7 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from photinus.backend.tensors import Memory
+    from photinus.backend.arguments import Memory
     from photinus.errors import CollectiveError
 
     group = dist.group.WORLD

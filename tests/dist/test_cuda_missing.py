@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from photinus import engine
-from photinus.backend import cuda
+from photinus.backend import torch_tools
 from tests.fake_cuda import library, tensor_without_driver
 from tests.ranks import run_ranks, values
 
@@ -71,7 +71,7 @@ def test_tensors_of_a_torch_for_rocm_are_refused_before_a_driver_is_looked_for_a
 
 
 def _with_rocm(rank: int, world_size: int) -> tuple[str, float]:
-    cuda.ROCM = "7.1"
+    torch_tools.ROCM = "7.1"
     return _without_driver(rank, world_size)
 
 

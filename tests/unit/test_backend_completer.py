@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from photinus import engine
-from photinus.backend.completer import Completer
+from photinus.backend.work import Completer
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_callback_may_wait_for_the_callbacks_of_later_operations_to_any_depth(
 def test_a_few_threads_are_enough_for_callbacks_that_do_not_block(
     done: engine.Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("photinus.backend.completer._IDLE_S", 10.0)  # a loaded machine makes gaps between callbacks
+    monkeypatch.setattr("photinus.backend.work._IDLE_S", 10.0)  # a loaded machine makes gaps between callbacks
     completer, threads, over = Completer("test"), set(), threading.Event()
     for _ in range(200):
         completer.submit(done, _nothing, lambda _: threads.add(threading.current_thread()))
@@ -125,7 +125,7 @@ def test_an_idle_thread_holds_nothing_of_the_last_operation(done: engine.Work, m
     class Memory:
         pass
 
-    monkeypatch.setattr("photinus.backend.completer._IDLE_S", 60.0)  # a thread that ends lets go of all
+    monkeypatch.setattr("photinus.backend.work._IDLE_S", 60.0)  # a thread that ends lets go of all
     completer, over = Completer("test"), threading.Event()
     memory = Memory()
     gone = weakref.ref(memory)

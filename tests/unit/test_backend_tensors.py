@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from photinus import engine
-from photinus.backend import options
+from photinus.backend import arguments
+from photinus.backend.arguments import DTYPES, Memory, allocate, is_dense, reals, transfer_type
 from photinus.backend.device_map import ByDevice
 from photinus.backend.engine_reductions import ThroughEngine, _one_behind_the_other
-from photinus.backend.tensors import DTYPES, Memory, allocate, is_dense, reals, transfer_type
 from photinus.engine import Call
 from photinus.errors import AbortedError, MismatchError
 
@@ -107,8 +107,8 @@ def test_a_rank_alone_does_and_refuses_what_several_do() -> None:
 
 
 def test_the_factor_of_a_premultiplied_sum_is_found_in_its_reduce_op() -> None:
-    assert options.factor(dist._make_nccl_premul_sum(2.5)) == 2.5
-    assert options.factor(dist._make_nccl_premul_sum(torch.ones(1) * 3)) == 3.0
+    assert arguments.factor(dist._make_nccl_premul_sum(2.5)) == 2.5
+    assert arguments.factor(dist._make_nccl_premul_sum(torch.ones(1) * 3)) == 3.0
 
 
 def test_arena_memory_is_writable_aligned_and_outlives_nothing() -> None:
@@ -122,20 +122,20 @@ def test_arena_memory_is_writable_aligned_and_outlives_nothing() -> None:
 
 def test_all_call_forms_become_options() -> None:
     given = dist.AllreduceOptions()
-    as_options, three = options.as_options, timedelta(seconds=3)
+    as_options, three = arguments.as_options, timedelta(seconds=3)
     assert as_options(dist.AllreduceOptions, given, reduceOp=given) is given
     made = as_options(dist.AllreduceOptions, dist.ReduceOp.MAX, three, reduceOp=dist.ReduceOp.MAX)
     assert (made.reduceOp, made.timeout) == (dist.ReduceOp.MAX, three)
     made = as_options(dist.AllreduceOptions, None)
-    assert (made.reduceOp, made.timeout) == (dist.ReduceOp.SUM, options.UNSET)
+    assert (made.reduceOp, made.timeout) == (dist.ReduceOp.SUM, arguments.UNSET)
     assert as_options(dist.BroadcastOptions, 2, rootRank=2).rootRank == 2
     assert as_options(dist.BarrierOptions, three).timeout == three
     coalesced = dist.AllreduceCoalescedOptions()
     coalesced.reduceOp, coalesced.asyncOp = dist.ReduceOp.PRODUCT, False
-    each = options.each_all_reduce(coalesced)
+    each = arguments.each_all_reduce(coalesced)
     assert (each.reduceOp, each.asyncOp) == (dist.ReduceOp.PRODUCT, False)
     with pytest.raises(ValueError, match="one tensor per rank, got 2"):
-        options.one_tensor([torch.zeros(1)] * 2, "all_reduce")
+        arguments.one_tensor([torch.zeros(1)] * 2, "all_reduce")
 
 
 @pytest.mark.parametrize("group", [ThroughEngine, ByDevice])

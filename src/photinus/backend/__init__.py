@@ -7,8 +7,7 @@ loaded before the first group is made.
     import torch.distributed as dist
     dist.init_process_group("photinus")
 
-completer          completes the futures of a group's operations, from as many threads as its callbacks keep busy
-cuda               CUDA's streams, events and futures, as far as the backend needs them: all that it knows of torch.cuda
+arguments          what torch passes to a call, brought to one form: options, and tensors as dense memory
 device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
 engine_group       how a group starts operations of the engine, and how it ends
 engine_moves       what computes nothing, through the engine: collectives and messages from rank to rank
@@ -16,12 +15,10 @@ engine_reductions  all_reduce (sparse, too), reduce and reduce_scatter, and so t
 hosts              how the ranks of a new group wait for and find one another in the store, and at which addresses
 make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
 name               what `init_process_group` calls the backend
-options            of a group (`Options`, for pg_options), and of a call, whose forms in torch are brought to one
 process_group      the face of a process group towards torch, the gloo inside it, and what its process leaves behind
-tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
-torch_tools        what torch's own tools see of a group: torch.profiler events, torch.compile nothing
+torch_tools        CUDA's streams, torch.profiler's events, and a way past torch.compile
 updates            how often the parameters that are reduced over a group were updated
-work               handles of operations in flight, as torch.distributed expects them
+work               handles of operations in flight, as torch.distributed expects them; the completer of their futures
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from .name import NAME
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
-    from .options import Options
+    from .arguments import Options
     from .process_group import ProcessGroup
 
 __all__ = ["NAME", "Options", "ProcessGroup", "register"]
@@ -116,9 +113,9 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
 
     # Imported here, so that `import torch` stays fast in programs that make no group of ours.
     from ..version import check_torch
+    from .arguments import Options
     from .device_map import find_request
     from .make_group import make
-    from .options import Options
 
     check_torch(torch.__version__)
 
@@ -131,7 +128,7 @@ def __getattr__(name: str) -> Any:
     if name == "ProcessGroup":
         return importlib.import_module(".process_group", __name__).ProcessGroup
     if name == "Options":
-        return importlib.import_module(".options", __name__).Options
+        return importlib.import_module(".arguments", __name__).Options
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from .. import engine
+from .arguments import Options
 from .name import NAME
-from .options import Options
 from .process_group import ProcessGroup
 from .torch_tools import outside_dynamo
 

@@ -21,14 +21,12 @@ from .. import engine, env
 from ..engine import Call, Work
 from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
-from . import cuda
-from .completer import Completer
-from .options import UNSET, Wires
+from . import torch_tools
+from .arguments import UNSET, Memory, Wires
 from .process_group import InnerGloo, Limit, Parts, ProcessGroup
-from .tensors import Memory
-from .torch_tools import begin_call, end_event, end_event_with, outside_dynamo
+from .torch_tools import begin_call, end_event, outside_dynamo
 from .updates import Updates
-from .work import CudaWork, EngineWork
+from .work import Completer, CudaWork, EngineWork, end_event_with
 
 Part = engine.Part
 
@@ -186,8 +184,8 @@ class EngineGroup(ProcessGroup):
         """Return which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""
         if memory.device is None:
             return {}
-        cuda.check_build()
-        return {"device": engine.cuda_device(memory.device.index), "stream": cuda.streams.current(memory.device)}
+        torch_tools.check_build()
+        return {"device": engine.cuda_device(memory.device.index), "stream": torch_tools.streams.current(memory.device)}
 
     def _timeout_s(self, options: Any) -> float:
         limit = options.timeout

@@ -26,12 +26,11 @@ from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..process_memory import PER_GRADIENTS, keep_freed_memory
+from .arguments import Memory, as_options, one_tensor, tensor_list, transfer_type
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
-from .options import as_options, one_tensor, tensor_list
-from .tensors import Memory, transfer_type
-from .torch_tools import begin_event, end_event, end_event_with, outside_dynamo
+from .torch_tools import begin_event, end_event, outside_dynamo
 from .updates import parameters_of_new_ddp
-from .work import CudaWork, EngineWork
+from .work import CudaWork, EngineWork, end_event_with
 
 _BROADCAST = engine.OPERATIONS["broadcast"]
 _ALL_GATHER = engine.OPERATIONS["all_gather"]

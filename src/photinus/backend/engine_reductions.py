@@ -14,11 +14,24 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceSc
 from .. import engine
 from ..engine import Call
 from ..waiting_time import waiting_time
-from . import cuda
+from . import torch_tools
+from .arguments import (
+    DTYPES,
+    REDUCTIONS,
+    UNSET,
+    Memory,
+    Wires,
+    as_options,
+    check_dense,
+    factor,
+    one_tensor,
+    reals,
+    tensor_list,
+    transfer_type,
+    wires,
+)
 from .engine_group import EngineGroup, check_elems, check_same_dtype, one_shape, whole
 from .engine_moves import EngineMoves, part_of
-from .options import UNSET, Wires, as_options, factor, one_tensor, tensor_list, wires
-from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals, transfer_type
 from .torch_tools import outside_dynamo, profiler_is_on
 from .work import EngineWork, JoinedWork
 
@@ -286,7 +299,7 @@ def _sparse_all_reduce(group: EngineGroup, tensor: Tensor, options: Any) -> dist
         # It has ended: the values went through the same lane behind it.
         first.wait()
         if memory.device is not None:
-            first.order(cuda.streams.current(memory.device))
+            first.order(torch_tools.streams.current(memory.device))
         with torch.inference_mode():
             # Entries lie in the order of the ranks, and equal indices are added in it: the same bits everywhere.
             total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=False).coalesce()

@@ -15,8 +15,8 @@ from .. import engine, env
 from ..errors import WorldSizeError
 from ..job.world import name_ranks
 from . import device_map, hosts
+from .arguments import Options, wires
 from .engine_reductions import ThroughEngine
-from .options import Options, wires
 from .process_group import InnerGloo, Limit, Parts, ProcessGroup
 
 if TYPE_CHECKING:

@@ -43,9 +43,8 @@ from torch._C._distributed_c10d import (
 
 from .. import _native, engine
 from ..errors import AbortedError, CollectiveError, HostError, PhotinusError
+from .arguments import allocate, as_options, each_all_reduce
 from .name import NAME
-from .options import as_options, each_all_reduce
-from .tensors import allocate
 from .torch_tools import outside_dynamo
 from .work import JoinedWork
 
@@ -56,7 +55,7 @@ _Maker: TypeAlias = "Callable[[_DistributedBackendOptions, Sequence[torch.device
 
 
 class Parts(NamedTuple):
-    """How parts of a group are made.
+    """The way to make parts of a group.
 
     Attributes:
         make: makes one.
@@ -134,7 +133,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         limit: timeout of operations for which the caller gives none.
         label: the group's name in messages.
         devices: the types that torch is told of.
-        parts: how parts of this group are made.
+        parts: the way to make parts of this group.
     """
 
     def __init__(

@@ -162,11 +162,11 @@ class Gpus:
     apart: Sequence[str] = ()
 
 
-def choose_among(gpus: Gpus, verdict: BackendChoice) -> BackendChoice:
+def choose_among(gpus: Gpus, measured: BackendChoice) -> BackendChoice:
     """The rules, in the order of their weight: what was measured here, what can be used at all, what is usual."""
     missing = gpus.missing
-    if gpus.on_one_host and verdict.backend and verdict.backend not in missing:
-        return BackendChoice(verdict.backend, f"as `{COMMAND}` measured here: {verdict.why}")
+    if gpus.on_one_host and measured.backend and measured.backend not in missing:
+        return BackendChoice(measured.backend, f"as `{COMMAND}` measured here: {measured.why}")
     known = [gpu for gpu in gpus.by_rank if gpu]
     why = "nccl takes one rank per GPU, and ranks share one here" if len(set(known)) < len(known) else ""
     why = why or (f"nccl cannot be used: {missing['nccl']}" if "nccl" in missing else "")
@@ -175,7 +175,7 @@ def choose_among(gpus: Gpus, verdict: BackendChoice) -> BackendChoice:
     if why:
         return BackendChoice("photinus", why)
     measure = f"run `{COMMAND} --nproc-per-node {len(gpus.by_rank)}`, and the fastest is taken from then on"
-    stale = f"photinus: no verdict counts: {verdict.why}: {measure}" if verdict.why and not verdict.backend else ""
+    stale = f"photinus: no verdict counts: {measured.why}: {measure}" if measured.why and not measured.backend else ""
     if len(gpus.by_rank) == 1:
         return BackendChoice("nccl", "the choice for CUDA devices")
     if gpus.on_one_host and gpus.apart and "photinus" not in missing:
