@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import photinus
 from photinus.trainer.checkpoint.states import state_of
@@ -70,6 +70,22 @@ def test_workers_read_the_same_samples(ranks: Threads, kind: str, world_size: in
     assert steps(ranks, world_size, kind, num_workers=2, **options) == steps(ranks, 1, kind, **options)
 
 
+def test_a_source_that_looks_for_workers_itself_gives_each_sample_all_the_same() -> None:
+    def samples(workers: int) -> list[int]:
+        batches = photinus.loader(lambda n, of: Divides(n, of), batch_size=8, shards=4, num_workers=workers)
+        return [sample for batch in batches.epoch(0) for sample in batch.data.tolist()]
+
+    assert samples(2) == samples(0)
+    assert sorted(samples(2)) == ALL
+
+
+def test_each_block_of_a_shard_has_an_order_of_its_own() -> None:
+    batches = photinus.loader(lambda shard, shards: range(80), batch_size=8, shards=1, shuffle=8)
+    orders = [[sample % 8 for sample in batch.data.tolist()] for batch in batches.epoch(0)]
+    assert all(sorted(order) == [*range(8)] for order in orders)
+    assert len({tuple(order) for order in orders}) > 8
+
+
 class Augmented:
     """A generator over a shard that adds random numbers, and leaves out samples by chance."""
 
@@ -112,10 +128,40 @@ class _Stateful:
         self.place = state["place"]
 
 
+class Live:
+    """Gives its state out as it is and goes on changing it, and keeps the one that it is given."""
+
+    def __init__(self, number: int, total: int) -> None:
+        self.samples, self.state = files(number, total), {"place": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["place"] < len(self.samples):
+            self.state["place"] += 1
+            yield self.samples[self.state["place"] - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class Divides:
+    """Looks for torch's workers by itself, and reads a part of its samples in each of them."""
+
+    def __init__(self, number: int, total: int) -> None:
+        self.samples = files(number, total)
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from self.samples if info is None else self.samples[info.id :: info.num_workers]
+
+
 SOURCES: dict[str, Callable[[], Any]] = {
     **KINDS,
     "draws": lambda: lambda shard, shards: Augmented(shard, shards),
     "iterators": lambda: lambda shard, shards: Iterators(shard, shards),
+    "live": lambda: lambda shard, shards: Live(shard, shards),
 }
 
 
