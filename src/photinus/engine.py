@@ -633,7 +633,8 @@ class Communicator:
         with nullcontext() if sys.exc_info()[1] is None else printed(fails=False):  # another error is on its way
             self._native.raise_lost(False)
 
-    def __del__(self, is_at_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules' names may be gone
+    # The default binds the function now: at interpreter exit, module globals may be None.
+    def __del__(self, is_at_end: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_owner") and not is_at_end():  # it had been made, and is not closed at exit
             with printed():
                 self.close()

@@ -158,15 +158,15 @@ def test_a_thread_without_callbacks_waits_until_those_that_may_exchange_have_run
     completer, go_on, seen = Completer("test"), threading.Event(), []
 
     def complete(_: BaseException | None) -> None:
-        completer.settle(20)  # inside a callback: goes on
+        completer.wait_for_callbacks(20)  # inside a callback: goes on
         go_on.wait(20)
         seen.append("callback")
 
     completer.submit(done, _nothing, complete, True)
     threading.Timer(0.1, go_on.set).start()
-    completer.settle(20)
+    completer.wait_for_callbacks(20)
     assert seen == ["callback"]
-    assert completer.unsettled == 0
+    assert completer.pending == 0
     completer.close()
 
 
@@ -174,11 +174,11 @@ def test_callbacks_that_do_not_end_are_given_up_once_with_a_warning(done: engine
     completer, go_on = Completer("test"), threading.Event()
     completer.submit(done, _nothing, lambda _: go_on.wait(20), True)
     with pytest.warns(RuntimeWarning, match=r"group test: callbacks of earlier collectives did not end within 0.01 s"):
-        completer.settle(0.01)
-    completer.settle(0.01)  # not again
+        completer.wait_for_callbacks(0.01)
+    completer.wait_for_callbacks(0.01)  # not again
     go_on.set()
     completer.close()
-    assert completer.unsettled == 0
+    assert completer.pending == 0
 
 
 def _allow_starts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -201,7 +201,7 @@ def test_a_callback_that_no_thread_can_run_is_refused_and_never_called(
     _allow_starts(monkeypatch, 0)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         completer.submit(done, _nothing, lambda _: seen.append(1), True)
-    assert completer.unsettled == 0
+    assert completer.pending == 0
     monkeypatch.undo()
     completer.submit(done, _nothing, lambda _: seen.append(2))
     completer.close()
@@ -229,7 +229,7 @@ def test_a_signal_that_comes_when_the_thread_has_started_is_not_hidden_by_anothe
     with pytest.raises(_SignalError):
         completer.submit(done, _nothing, lambda _: None, True)
     monkeypatch.undo()
-    assert completer.unsettled == 0
+    assert completer.pending == 0
     completer.submit(done, _nothing, lambda _: over.set())
     assert over.wait(20)
     completer.close()
@@ -262,7 +262,7 @@ def test_callbacks_of_two_groups_do_not_wait_for_each_other(done: engine.Work) -
     def complete(_: BaseException | None, other: Completer) -> None:
         both.wait(20)
         other.settle(20)
-        settled.append(other.unsettled)
+        settled.append(other.pending)
         both.wait(20)
 
     began_s = time.monotonic()

@@ -145,8 +145,8 @@ class EngineGroup(ProcessGroup):
     ) -> EngineWork | None:
         """The same for a call that is made; `finish` is what is to be done when the exchange has ended."""
         # Callbacks may start collectives, and all ranks must start those before this one (see `completer`).
-        if self._completer.unsettled:
-            self.settle()
+        if self._completer.pending:
+            self.wait_for_callbacks()
         event = begin_call(call)
         if not call.asynchronous:
             began = waiting_time.begin() if waiting_time.on else 0
@@ -175,10 +175,10 @@ class EngineGroup(ProcessGroup):
         self._raise_lost()
         return work
 
-    def settle(self) -> None:
+    def wait_for_callbacks(self) -> None:
         """Waits until the callbacks of earlier collectives have run, unless this is one of them."""
         # Less than the timeout, since the callbacks may wait for this very thread.
-        self._completer.settle(min(self._limit.timeout_s, env.WAITING_S.get()))
+        self._completer.wait_for_callbacks(min(self._limit.timeout_s, env.WAITING_S.get()))
 
     def _place(self, memory: Memory) -> dict[str, Any]:
         """Return which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""

@@ -75,7 +75,7 @@ class Limit:
 
 
 class InnerGloo(dist.ProcessGroupGloo):
-    """The gloo backend inside each group: what torch asks a group's backend, and C++ past the group's methods.
+    """The gloo backend inside each group, with the methods that torch, also its C++, calls on a backend directly.
 
     torch's `Backend` cannot be subclassed in Python, `ProcessGroupGloo` can; so the questions that torch puts to
     `group._get_backend(device)` (timeout, memory for FSDP2's buffers) are answered here for the whole group. The ranks

@@ -75,7 +75,7 @@ class Streams:
         event.wait(torch.cuda.current_stream(device))
 
     def keep_for(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """The tensors' memory, once it is given back, goes to nobody before the current stream has come by there."""
+        """Keep the tensors' memory, once it is freed, from reuse until the current stream has passed this point."""
         # torch reuses freed memory on the stream that it was made on, and knows of no reader on another.
         stream = torch.cuda.current_stream(device)
         with torch.inference_mode():

@@ -13,9 +13,9 @@ have ended, well or not, stand in one native queue, in the order of their ends. 
 while it runs the callbacks, another one takes over. A callback may therefore wait for further collectives, to any depth
 (with a fixed number of threads it deadlocks: PowerSGD's hook on one thread, gloo's two at depth 3). All ranks start
 such collectives in one order, because a thread that runs no callback starts none while callbacks of earlier ones are to
-come or run (`settle`). Without nesting it is one thread. It goes when nothing is left to complete: libraries' tests
-look for threads that stay. A moment later, that is, for a new thread costs several callbacks, and in a busy loop the
-next one comes within that moment.
+come or run (`wait_for_callbacks`). Without nesting it is one thread. It ends a moment (20 ms) after the last callback:
+libraries' tests look for threads that stay, but a busy loop that started a thread for each callback would pay several
+times the callback's own cost.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ class Completer:
         self._lock = (
             threading.Lock()
         )  # guards what follows; a condition's may stay locked where a signal's handler raises
-        self._settled = threading.Condition(self._lock)
-        self._unsettled: dict[int, _Item] = {}  # items whose callbacks may start collectives, and have not all run
+        self._callbacks_ended = threading.Condition(self._lock)
+        self._pending: dict[int, _Item] = {}  # items whose callbacks may start collectives, and have not all run
         self._idle: set[threading.Thread] = set()  # that take items, or wait to
         self._threads: set[threading.Thread] = set()
 
     @property
-    def unsettled(self) -> int:
+    def pending(self) -> int:
         """Operations whose callbacks may start collectives, and have not all run."""
-        return len(self._unsettled)
+        return len(self._pending)
 
     def submit(
         self, handle: _native.Work, finish: Callable[[], object], complete: Complete, may_exchange: bool = False
@@ -117,13 +117,13 @@ class Completer:
             self._need_thread()
             try:
                 if may_exchange:
-                    self._unsettled[id(item)] = item
+                    self._pending[id(item)] = item
                 self._ended.put_when_ended(handle, item)
             except BaseException:
-                self._unsettled.pop(id(item), None)
+                self._pending.pop(id(item), None)
                 raise
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_callbacks(self, timeout_s: float) -> None:
         """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group.
 
         After `timeout_s` seconds it gives those up for good, with a warning: they may wait for this thread.
@@ -131,9 +131,9 @@ class Completer:
         if _runs_callbacks():  # callbacks of two groups would wait for each other
             return
         with self._lock:
-            if self._settled.wait_for(lambda: not self._unsettled, timeout_s):
+            if self._callbacks_ended.wait_for(lambda: not self._pending, timeout_s):
                 return
-            self._unsettled.clear()
+            self._pending.clear()
         warnings.warn(
             f"group {self._name}: callbacks of earlier collectives did not end within {timeout_s:g} s. The group no "
             f"longer waits for them. If they start collectives, ranks may start these in different orders.",
@@ -183,8 +183,8 @@ class Completer:
                 traceback.print_exc()
             thread.runs_callback = False
             with self._lock:
-                self._unsettled.pop(id(item), None)
-                self._settled.notify_all()
+                self._pending.pop(id(item), None)
+                self._callbacks_ended.notify_all()
             del entry, item, error  # or an idle thread would keep the last operation's tensors
 
     def _take(self) -> tuple[_Item, BaseException | None] | None:
@@ -247,7 +247,7 @@ class _Work(dist.Work):
     _source_rank = source_rank
 
     def _see(self) -> None:
-        """Says that its caller knows of the error, which it may yet get, by that of a work beside it."""
+        """Mark an error of this work as reported: the caller gets that of a work beside it."""
 
 
 @outside_dynamo

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from .. import env
 from ..errors import LaunchError, NotInitializedError, UsageError
-from ..job.launchers import LauncherEnv, read_scheduler, read_torchrun
 from ..job.own_address import own_address
 from ..job.rendezvous import find_rendezvous
 from ..job.slurm import reachable_address, slurm_job
 from ..job.spec import HostSpec
-from ..job.world import World
+from ..job.world import LauncherEnv, World, read_scheduler, read_torchrun
 
 
 def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:

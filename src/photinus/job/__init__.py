@@ -1,7 +1,6 @@
 """A job of several processes: who they are, where they meet, and what their launchers tell each other. Torch-free.
 
-    world           World: rank, local rank and world size, as the launcher says       (what users see)
-    launchers       the variables of torchrun, Open MPI, MVAPICH2, MPICH, Intel MPI and Slurm
+    world           World: rank, local rank and world size, as the variables of its launcher say
     slurm           a step of srun, what its job asked for, and Slurm's short way to write many host names
     rendezvous      the address and port at which the ranks find each other
     cgroup          what the kernel says about this control group: CPU quota, memory, kills

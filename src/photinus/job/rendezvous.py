@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import NotInitializedError
-from .launchers import LauncherEnv, read_scheduler
 from .slurm import SlurmStep
-from .world import World
+from .world import LauncherEnv, World, read_scheduler
 
 LOWEST_PORT, PORTS = 20000, 12768
 _LOOPBACK = "127.0.0.1"

@@ -24,7 +24,7 @@ import cloudpickle
 from .. import env
 from ..errors import LaunchError
 from ..job.deaths import Raised
-from ..job.launchers import read_scheduler
+from ..job.world import read_scheduler
 from .function import read_answers
 from .local.worker import python_command
 

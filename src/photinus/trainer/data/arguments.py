@@ -49,7 +49,7 @@ def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_all(*checks: Callable[[], Any]) -> None:
-    """Makes all the checks, and raises their TypeErrors and ValueErrors as one, a line for each."""
+    """Make all the checks, and raise their TypeErrors and ValueErrors as one error with a line for each."""
     # All in one: on a cluster each start that finds but one mistake costs minutes in a queue.
     errors: list[TypeError | ValueError] = []
     for check in checks:
@@ -64,13 +64,13 @@ def check_all(*checks: Callable[[], Any]) -> None:
 
 
 def refuse_if(wrong: Any, error: Exception) -> None:
-    """Raises the error where something is wrong: a check for `check_all`."""
+    """Raise the error if something is wrong: a check for `check_all`."""
     if wrong:
         raise error
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float."""
+    """Return `value` as an int. It may have any integer type (numpy's too), but not bool or float."""
     # True is an int to Python, and 8.0 is none that could index: both are slips more often than meant.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} needs a whole number, not {value!r} ({type(value).__name__})")
@@ -87,7 +87,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_seed(seed: Any) -> int:
-    """`seed` as an int. Raises TypeError or ValueError unless it is a whole number with 0 <= seed < 2**63."""
+    """Return `seed` as an int. Raises TypeError or ValueError unless it is a whole number with 0 <= seed < 2**63."""
     number = whole_number("seed", seed)
     if number >= 2**63:
         raise ValueError(f"seed={number} is too large: it needs to be below 2**63")
@@ -95,7 +95,7 @@ def check_seed(seed: Any) -> int:
 
 
 def check_place(place: Any) -> tuple[int, int]:
-    """`place` as (rank, world_size). Raises TypeError or ValueError unless 0 <= rank < world_size."""
+    """Return `place` as (rank, world_size). Raises TypeError or ValueError unless 0 <= rank < world_size."""
     if not (isinstance(place, tuple) and len(place) == 2):
         raise TypeError(f"place={place!r}: needs (rank, world_size)")
     rank, world_size = whole_number("rank", place[0]), whole_number("world_size", place[1], least=1)
@@ -106,7 +106,7 @@ def check_place(place: Any) -> tuple[int, int]:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses what cannot be divided among ranks and found again after a resume."""
+    """Raise TypeError for an object that cannot be divided among ranks, or found again after a resume."""
     # The commonest slip in scripts that read a path from the command line; a text has a length and items, too.
     if isinstance(dataset, (str, os.PathLike)):
         path = Path(dataset)
@@ -128,7 +128,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any], dict[str, Any]]:
-    """A DataLoader's data set, what it was given as arguments of `photinus.loader`, and what its workers were given.
+    """Return a DataLoader's data set, its settings as arguments of `photinus.loader`, and its options for workers.
 
     Its batch size counts as that over all ranks: the script was written for one process. Under a DistributedSampler it
     is that of one rank. The order of the samples is drawn anew, from the loop's seed.
@@ -185,9 +185,9 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
 
 
 def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:
-    """For a TensorDataset, plain or inside Subsets: a function from indices to what default_collate makes of them.
+    """Return a function from indices to a collated batch, for a TensorDataset, plain or inside Subsets.
 
-    None for everything else, subclasses of the two included, which may do more than index.
+    Return None for everything else, also for subclasses of the two, which may do more than index.
     """
     subsets: list[Any] = []  # read at each batch: what they hold may be replaced between epochs
     # Not isinstance: a subclass may do more in __getitem__ than to index, such as to augment.

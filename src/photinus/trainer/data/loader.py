@@ -55,10 +55,10 @@ T = TypeVar("T")
 _SETTINGS = ("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "shards")
 _LATE_S = 30.0  # a sample that is only to be compared
 
-_loaded: str | None = None  # the file from which `photinus.load` brought back an optimizer, so that a training goes on
-_running: Loader | None = None  # whose plain pass handed out a batch that is being worked on
+_loaded: str | None = None  # file from which `photinus.load` restored an optimizer to continue a training
+_running: Loader | None = None  # the loader whose plain pass yielded the present batch
 _in_pass: weakref.WeakSet[Loader] = weakref.WeakSet()  # training loaders
-_told_of_weights = _told_of_twins = False
+_warned_of_weights = _warned_of_twins = False
 
 
 def running_weight() -> float:
@@ -67,7 +67,7 @@ def running_weight() -> float:
 
 
 def note_loaded(path: str) -> None:
-    """A training goes on from this file: loaders that start at epoch 0 say so."""
+    """Note that a training continues from this file: loaders that start at epoch 0 warn of it."""
     global _loaded
     _loaded = path
 
@@ -78,12 +78,12 @@ class Batch:
 
     Attributes:
         data: what the collate function made, on the loader's device.
-        weight: by which this rank's mean loss has to be multiplied so that its mean over ranks is that over all
-            samples of the global batch (1.0 unless the batch is split unevenly).
-        samples: of this rank; 0 where it has none left of a stream, and repeats some for a weight of 0.
-        global_samples: of all ranks.
-        index: of the global batch within its epoch.
-        to_come: batches of the epoch that follow; of a stream at most as many as are read ahead.
+        weight: factor for this rank's mean loss that makes the mean over ranks that over all samples of the global
+            batch. It is 1.0 unless the batch is split unevenly.
+        samples: number of this rank's samples; 0 if its shards of a stream have ended (it then repeats some).
+        global_samples: number of samples of all ranks.
+        index: number of the global batch within its epoch.
+        to_come: number of batches left in the epoch; of a stream at most the number that is read ahead.
     """
 
     data: Any
@@ -175,7 +175,7 @@ def make_loader(
     place: tuple[int, int] | None = None,
     **settings: Any,
 ) -> Loader:
-    """Return a loader as `loader` does, without a word to the other ranks."""
+    """Return a loader as `loader` does, without an exchange with the other ranks."""
     settings = {**dict.fromkeys(_SETTINGS), **settings}
     found: Mapping[str, Any] = {}
     of_workers: Mapping[str, Any] = {}
@@ -247,9 +247,9 @@ class Loader:
         dataset: the user's.
         batch_size: samples per step over all ranks.
         samples: size of the dataset; 0 for a stream.
-        shares: which samples are this rank's.
-        device: where the tensors go, or None.
-        settings, of_workers: what `loader` was given, and what a DataLoader's workers were.
+        shares: this rank's part of the samples.
+        device: device to which the tensors move, or None.
+        settings, of_workers: arguments of `loader`, and options of a DataLoader for its workers.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ class Loader:
         self._places = {(epoch, batch): state["states"]}
 
     def _warn_of_the_first_epoch(self) -> None:
-        """Says that a training goes on and the order of its samples starts over, on rank 0, once."""
+        """Warn, on rank 0 and once, that a training continues but the order of its samples starts over."""
         if _loaded is None or self._is_placed or isinstance(self.shares, ShardedOnce):
             return
         self._is_placed = True
@@ -443,12 +443,12 @@ class Loader:
             note_place(f"{done}{of} batches of an epoch of its loader")
 
     def _warn_of_a_twin(self) -> None:
-        """Says, once, that two loaders that are read side by side give the same samples, as for mixup or two views."""
-        global _told_of_twins
+        """Warn, once, of two loaders that are read side by side (for mixup or two views) and give the same samples."""
+        global _warned_of_twins
         twins = [each for each in _in_pass if each.dataset is self.dataset and each.seed == self.seed]
         _in_pass.add(self)
-        if twins and self.shares.rank == 0 and self.shares.shuffle and not _told_of_twins:
-            _told_of_twins = True
+        if twins and self.shares.rank == 0 and self.shares.shuffle and not _warned_of_twins:
+            _warned_of_twins = True
             warnings.warn(
                 "two loaders over one data set are read side by side, and have one seed: both give the same samples "
                 "in the same order, with the same augmentation. Give one of them another seed=...",
@@ -456,10 +456,10 @@ class Loader:
             )
 
     def _warn_of_unused_weight(self) -> None:
-        """Says that gradients are not those of the global batch, on rank 0, once."""
-        global _told_of_weights
-        if not self._weight_used and not _told_of_weights and not isinstance(self.shares, ShardedOnce):
-            _told_of_weights = True
+        """Warn, on rank 0 and once, that gradients are not those of the global batch."""
+        global _warned_of_weights
+        if not self._weight_used and not _warned_of_weights and not isinstance(self.shares, ShardedOnce):
+            _warned_of_weights = True
             if self.shares.rank == 0:
                 warnings.warn(
                     f"a batch of batch_size={self.batch_size} over {self.shares.world_size} ranks gives some of them "
@@ -469,7 +469,7 @@ class Loader:
                 )
 
     def _warn_of_another_thread(self) -> None:
-        """Says, once, that samples are fetched beside training and share its random numbers."""
+        """Warn, once, that samples are fetched beside training and share its random numbers."""
         if self._num_workers == 0 and self._tensors is None and self._thread not in (0, threading.get_ident()):
             self._thread = 0
             warnings.warn(
@@ -492,7 +492,7 @@ class Loader:
         return Batch(data, local.weight, len(local.indices), local.global_samples, index, len(self) - index - 1)
 
     def _slices(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Whole batches out of tensors in memory: the same values as sample by sample, without the loop."""
+        """Yield batches that are indexed out of tensors in memory: the values of a loop over samples, faster."""
         assert self._tensors is not None
         assert not isinstance(self.shares, StreamShares)
         for index in range(start, len(self)):
@@ -564,7 +564,7 @@ class Loader:
         self, shares: StreamShares, epoch: int, start: int, states: Mapping[int, State], *, is_filler: bool = False
     ) -> Iterator[Piece]:
         """Yield this rank's part of each batch, from its workers if there are any."""
-        workers = 0 if is_filler else min(self._num_workers, len(shares.mine))
+        workers = 0 if is_filler else min(self._num_workers, len(shares.own_shards))
         reader = ShardReader(shares, epoch, start, workers, states, self._fetch.collate, is_filler)
         read: Iterator[Piece] = iter(reader)
         with self._explaining(epoch, start):
@@ -577,11 +577,11 @@ class Loader:
             yield piece
 
     def _filler(self, shares: StreamShares, epoch: int) -> Any:
-        """Return data for a rank that has no samples left, for a weight of 0: its first ones of the epoch."""
+        """Return the first samples of the epoch, which a rank without further samples repeats with a weight of 0."""
         # They are read again, so that a run that is resumed has the same.
         piece = next(self._pieces(shares, epoch, 0, shares.begin(0), is_filler=True))
         if not piece.samples:
-            which = f"of its shards {[number for number, _, _ in shares.mine]} of {shares.shards}"
+            which = f"of its shards {[number for number, _, _ in shares.own_shards]} of {shares.shards}"
             raise PhotinusError(
                 f"rank {shares.rank} has no sample {which} in epoch {epoch}: use fewer shards=, or ranks"
             )
@@ -615,7 +615,7 @@ def train_batches(
     place: tuple[int, int],
     device: torch.device,
 ) -> Loader:
-    """The batches that the rank at a place trains on, on its device: of a data set, or of a loader of this place."""
+    """Return the loader of a training: a new one over a data set, or the user's, checked; on the rank's device."""
     if not isinstance(train_set, Loader):
         return make_loader(train_set, batch_size=batch_size, device=device, place=place)
     # Parts of a validation set differ in their number of batches: ranks would wait for each other for ever.
@@ -634,7 +634,7 @@ def train_batches(
 
 
 def note_place(text: str) -> None:
-    """Lets ranks that miss this one later read how far its loop was when it ended; "" takes it back."""
+    """Set what peers that wait for this rank read if it ends: how far its loop was. "" removes it."""
     # Only backend photinus can pass it on; under others there is nothing to do.
     set_reason = getattr(dist.group.WORLD, "set_reason", None) if dist.is_initialized() else None
     if set_reason is not None:
@@ -642,7 +642,7 @@ def note_place(text: str) -> None:
 
 
 class _Requests:
-    """The sampler that a DataLoader reads: whatever plan the present pass has put here."""
+    """The sampler that a DataLoader reads: the requests of the present pass."""
 
     plan: Iterator[BatchRequest]
 

@@ -8,10 +8,10 @@ any number of ranks. What cannot be cut is one shard, which all ranks read.
     rank 0 of 2            | a0 a1 | b0 b1 |                      reads shards a and b
     rank 2 of 3            |               |    c1 | d0 d1 |      reads shards c and d; rank 1 reads c too
 
-The place in a shard is the number of samples that it gave. Every few samples the state of the object that is read is
-kept (state_dict, torchdata's protocol): a resume loads the last one and reads the samples after it again. Without a
-state it reads all again. Shuffling takes blocks of N samples, in an order from (seed, epoch, shard, block): to read
-them again gives the same buffer.
+The place in a shard is the number of samples that were taken from it. Every few samples the state of the object that is
+read is kept (state_dict, torchdata's protocol). A resume loads the last state and reads the samples after it again;
+without a state it reads all samples again. Shuffling takes blocks of N samples, in an order from (seed, epoch, shard,
+block), so reading a block again gives the same order.
 """
 
 from __future__ import annotations
@@ -106,17 +106,18 @@ class StreamShares:
                 f"each gives one to every batch. Use a batch_size of at least {least}, or fewer shards=."
             )
         first, end = part_of(self.batch_size, self.rank, self.world_size)
-        self.mine: list[tuple[int, int, slice]] = []  # shard; its samples in a batch; those of them that are kept
+        # Of each: its number; its samples in a batch of all ranks; the slice of these that this rank keeps.
+        self.own_shards: list[tuple[int, int, slice]] = []
         for shard in range(shards):
             begin, stop = part_of(self.batch_size, shard, shards)
             if begin < end and first < stop:
                 own = slice(max(first, begin) - begin, min(end, stop) - begin)
-                self.mine.append((shard, stop - begin, own))
+                self.own_shards.append((shard, stop - begin, own))
 
     def begin(self, step: int) -> dict[int, State]:
         """Return the places of this rank's shards before a step, if only their beginnings are known."""
         begin = {"ended": False, "at": 0, "source": None, "of": None}
-        return {number: {**begin, "taken": step * count} for number, count, _ in self.mine}
+        return {number: {**begin, "taken": step * count} for number, count, _ in self.own_shards}
 
     def __len__(self) -> int:
         raise TypeError(f"{type(self.dataset).__name__} is a stream, whose length is not known")
@@ -128,15 +129,15 @@ class StreamShares:
         if self.shards < self.world_size:
             cost = f"{self.world_size} ranks together read all data {self.world_size / self.shards:.3g} times"
             note = f"{type(self.dataset).__name__} has {self.shards} shard{'s' * (self.shards > 1)}: {cost}{whole}"
-        elif num_workers > len(self.mine) and not whole:
-            cost = f"a rank reads {len(self.mine)} of {self.shards} shards, each by one worker"
+        elif num_workers > len(self.own_shards) and not whole:
+            cost = f"a rank reads {len(self.own_shards)} of {self.shards} shards, each by one worker"
             note = f"num_workers={num_workers}, but {cost}. For more give shards={self.world_size * num_workers}"
         if note is not None and self.rank == 0:
             print(f"note: {note}", flush=True)
 
 
 def _check(dataset: Any) -> None:
-    """Refuses what could be read only once, and functions of other arguments."""
+    """Raise TypeError for an object that can be read only once, or a function of other arguments."""
     if _is_function(dataset):
         try:
             inspect.signature(dataset).bind(0, 1)
@@ -375,13 +376,14 @@ class ShardReader(IterableDataset[Piece]):
         info = get_worker_info()
         # The shards are this worker's already: sources that look for workers would divide them again.
         torch.utils.data._utils.worker._worker_info = None
-        mine = self.shares.mine[slice(*part_of(len(self.shares.mine), info.id if info else 0, self.workers or 1))]
+        begin, end = part_of(len(self.shares.own_shards), info.id if info else 0, self.workers or 1)
+        shards_of_worker = self.shares.own_shards[begin:end]
         shards: list[Shard] = []
         for step in itertools.count(self.start):
             with nullcontext() if info else keep_generators():
-                shards = shards or [Shard(self.shares, n, self.epoch, self.states[n]) for n, _, _ in mine]
+                shards = shards or [Shard(self.shares, n, self.epoch, self.states[n]) for n, _, _ in shards_of_worker]
                 samples: list[Any] = []
-                for shard, (_, count, own) in zip(shards, mine, strict=True):
+                for shard, (_, count, own) in zip(shards, shards_of_worker, strict=True):
                     part = shard.take(count)
                     samples += part[own] or part[: self.is_filler]
                 data = pickle.dumps(samples) if self.workers > 1 else self._collated(samples, step)

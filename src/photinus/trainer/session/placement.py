@@ -31,7 +31,7 @@ from .progress import say
 def choose_device(
     device: str | torch.device, place: World, cuda_devices: int | None = None
 ) -> tuple[torch.device, str]:
-    """The device of the rank at `place` and the reason in a few words.
+    """Return the device of the rank at `place` and the reason in a few words.
 
     Args:
         device: "auto", "cpu", "cuda", "cuda:i" or a torch.device.
@@ -86,9 +86,9 @@ def choose_device(
 
 
 def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
-    """The torch.distributed backend to use and the reason in a few words.
+    """Return the torch.distributed backend to use and the reason in a few words.
 
-    On CUDA devices the choice hangs on all ranks' GPUs: ("auto", "") leaves it to `agree_on_backend`.
+    On CUDA devices the choice depends on all ranks' GPUs: ("auto", "") leaves it to `agree_on_backend`.
 
     Raises:
         ValueError: torch does not know a backend of this name.
@@ -113,7 +113,7 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
 
 
 def missing_on_gpus() -> dict[str, str]:
-    """The backends that cannot take tensors of this process's GPUs, and why."""
+    """Return the backends that cannot take tensors of this process's GPUs, with the reasons."""
     missing = {} if dist.is_nccl_available() else {"nccl": "this build of torch has none"}
     photinus = _register_photinus()
     if torch.version.hip is not None:
@@ -150,9 +150,9 @@ class Gpus:
     """The facts that the choice depends on.
 
     Attributes:
-        by_rank: identity of each rank's GPU, equal where two ranks have the same one; "" where torch cannot tell.
-        on_one_host: whether all ranks are on one.
-        missing: why a backend cannot be used, for those that cannot.
+        by_rank: UUID of each rank's GPU, equal for ranks that share one; "" if torch does not know it.
+        on_one_host: whether all ranks are on one host.
+        missing: for each backend that cannot be used, the reason.
         apart: pairs of GPUs of this host that cannot reach each other's memory ("0-1").
     """
 
@@ -163,7 +163,7 @@ class Gpus:
 
 
 def choose_among(gpus: Gpus, measured: BackendChoice) -> BackendChoice:
-    """The rules, in the order of their weight: what was measured here, what can be used at all, what is usual."""
+    """Choose by what was measured here, then by what can be used at all, then by what is usual."""
     missing = gpus.missing
     if gpus.on_one_host and measured.backend and measured.backend not in missing:
         return BackendChoice(measured.backend, f"as `{COMMAND}` measured here: {measured.why}")
@@ -230,7 +230,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _pairs_apart(by_rank: Sequence[str]) -> list[str]:
-    """Of the ranks' GPUs that are visible here, by their numbers."""
+    """Return the pairs of ranks' GPUs, visible here, that cannot reach each other's memory ("0-1")."""
     ours = [i for i in range(torch.cuda.device_count()) if _uuid(torch.device("cuda", i)) in by_rank]
     reach = torch.cuda.can_device_access_peer
     return [f"{i}-{j}" for i, j in itertools.combinations(ours, 2) if not (reach(i, j) and reach(j, i))]
