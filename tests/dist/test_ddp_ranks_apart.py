@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from photinus.errors import MismatchError, ModelMismatchError
 from photinus.parallel import DistributedDataParallel
 from photinus.parallel.exchange.verify_models import compare_parameters
-from photinus.parallel.reducer import rank_facts
+from photinus.parallel.reducer import checks
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     SharedFrozenMixed,
@@ -194,7 +194,7 @@ def compared_often(check: Callable[[dist.ProcessGroup], None]) -> Callable[[dist
     @functools.wraps(check)
     def run(group: dist.ProcessGroup) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank_facts, "_EXCHANGES_PER_FACTS", 2)
+            patch.setattr(checks, "_EXCHANGES_PER_FACTS", 2)
             check(group)
 
     return run

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from photinus.parallel.ddp.ddp import DistributedDataParallel
-from photinus.parallel.reducer import bucket_launcher
-from photinus.parallel.reducer.gradient_memory import Bucket
-from photinus.parallel.reducer.streams import StreamWatch, sent_to, streams_of
+from photinus.parallel.reducer import buckets
+from photinus.parallel.reducer.autograd import StreamWatch, sent_to, streams_of
+from photinus.parallel.reducer.buckets import Bucket
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_gradients_on_a_second_stream_are_launched_when_backward_is_over(
     alone: None, streams: list[int], launched_at: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[object] = []  # gradients whose memory is kept until this stream has read them
-    monkeypatch.setattr(bucket_launcher, "keep_until_read", kept.append)
+    monkeypatch.setattr(buckets, "keep_until_read", kept.append)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1)) for _ in range(4)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=1 / (1 << 20))  # a bucket for each parameter
     launches = Launches()

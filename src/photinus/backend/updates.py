@@ -32,7 +32,7 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
 _torch_ddp_file = torch_ddp.__file__
 _FRAMES_TO_CALLER = 3  # torch.distributed's call, and what logs it
-_CALLERS = ("_fsdp_collectives.py", "parallel/reducer/bucket_launcher.py")  # the latter agrees on an order of buckets
+_CALLERS = ("_fsdp_collectives.py", "parallel/reducer/buckets.py")  # the latter agrees on an order of buckets
 _own_folder = __file__.rpartition("/")[0]
 
 

@@ -27,11 +27,11 @@ from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import backend_name, rate_between_hosts, resolve_group
 from ..exchange.tensors import move_tensors
 from ..exchange.verify_models import describe, gpu_identity, verify_same_model
+from ..reducer.autograd import current_task
 from ..reducer.bucket_exchange import AverageExchange, CommHook, HookExchange, check_hook
 from ..reducer.buckets import default_cap_bytes
-from ..reducer.graph import current_task
+from ..reducer.checks import StepDigests
 from ..reducer.options import ReducerOptions
-from ..reducer.rank_facts import StepDigests
 from ..reducer.reducer import Reducer
 from ..tracing import spans
 from .buffer_sync import BufferSync

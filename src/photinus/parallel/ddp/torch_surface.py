@@ -22,8 +22,7 @@ from ...errors import PhotinusError, UnsuitableModelError
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import backend_name, control_device, resolve_group
 from ..reducer.bucket_exchange import CommHook, builtin_hook
-from ..reducer.buckets import FIRST_BUCKET_BYTES
-from ..reducer.gradient_memory import Bucket, Slot
+from ..reducer.buckets import FIRST_BUCKET_BYTES, Bucket, Slot
 from .checks import sparse_parameters
 from .sync_batch_norm import SyncBatchNorm
 

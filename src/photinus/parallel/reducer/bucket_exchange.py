@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,24 +16,10 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
 from ..exchange.collectives import Average, Pending, settle
-from .gradient_memory import Bucket
-from .streams import keep_until_read
+from .autograd import keep_until_read
+from .buckets import Bucket
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-
-
-class BucketExchange(Protocol):
-    """Replaces the contents of a bucket by what the ranks make of theirs.
-
-    Attributes:
-        averages: whether the ranks then hold averages. If not, their weights may differ, and buckets
-            hold gradients without gaps: what compresses them must not meet padding.
-    """
-
-    averages: bool
-
-    def start(self, bucket: Bucket) -> Pending:
-        """Starts it. When the returned work has been waited for, the bucket holds the result."""
 
 
 class AverageExchange:

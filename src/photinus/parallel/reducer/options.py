@@ -22,8 +22,8 @@ class ReducerOptions:
         static_graph: see `photinus.parallel.reducer.used_parameters`.
         gradients_are_views: `param.grad` may be written to by the next backward even if it was kept elsewhere.
         late_errors: raise what went wrong with a backward at the next forward.
-        nan_guard: see `photinus.parallel.reducer.round_errors`.
-        check_ranks: see `photinus.parallel.reducer.rank_facts`.
+        nan_guard: see `photinus.parallel.reducer.checks`.
+        check_ranks: see `photinus.parallel.reducer.checks`.
         wire_dtype: the type in which buckets travel between hosts, where it fits theirs; None: their own.
         path: what messages call the model.
     """

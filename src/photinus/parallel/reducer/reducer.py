@@ -42,16 +42,12 @@ from ...waiting_time import waiting_time
 from ..exchange.collectives import Average, Pending, wait_all
 from ..exchange.tensors import tensors_in
 from ..tracing.spans import span
-from .bucket_exchange import AverageExchange, BucketExchange
-from .bucket_launcher import BucketLauncher
-from .buckets import BucketPlan
-from .gradient_memory import Bucket, Slot, aliases, bring_home
-from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
+from .autograd import AveragedGradient, current_task, inside_custom_function, leaves_below, streams_of
+from .bucket_exchange import AverageExchange
+from .buckets import Bucket, BucketExchange, BucketPlan, Buckets, Slot, bring_home
+from .checks import NanGuard, RankFacts, RoundErrors, StepDigests
 from .options import ReducerOptions
-from .rank_facts import RankFacts, StepDigests
-from .round_errors import NanGuard, RoundErrors
 from .sparse_gradients import average_sparse
-from .streams import streams_of
 from .timeline import Timeline
 from .used_parameters import StaticGraph, UsedParameters
 
@@ -106,16 +102,17 @@ class Reducer:
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
         self._guard = NanGuard(self.average) if options.nan_guard else None
-        self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(parameters)]
+        self.slots = [
+            Slot(index, name, parameter, is_copied_with_others=self._is_copied_with_others(parameter))
+            for index, (name, parameter) in enumerate(parameters)
+        ]
         self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
-        self._launcher = BucketLauncher(
+        self._buckets = Buckets(
             [slot for slot in self.slots if slot.name not in options.sparse],
             self.average,
             AverageExchange(self.average, options.wire_dtype),
             options,
-            guard=self._guard,
-            static_graph=self.static_graph,
-            timeline=self.timeline,
+            self._before_launch,
         )
         checked = options.check_ranks and self.world_size > 1
         self.facts = RankFacts(self.slots, self.average, checked=checked)
@@ -149,7 +146,7 @@ class Reducer:
     @property
     def buckets(self) -> list[Bucket]:
         """In the order in which they are launched."""
-        return self._launcher.buckets
+        return self._buckets.all
 
     @property
     def plans(self) -> list[BucketPlan]:
@@ -164,7 +161,7 @@ class Reducer:
     @property
     def has_rebuilt_buckets(self) -> bool:
         """Return whether the ranks have agreed on the order in which gradients really come."""
-        return self._launcher.order is not None
+        return self._buckets.order is not None
 
     def prepare_for_backward(self, outputs: object = ()) -> None:
         """The next backward exchanges gradients, even after forwards that ran in `no_sync`.
@@ -227,11 +224,11 @@ class Reducer:
                 raise self._errors.missing(missing)
         self._closed_inside = False
         self._errors.raise_kept()
-        self.facts.begin_forward(self.rounds, weights=self._launcher.exchange.averages)
+        self.facts.begin_forward(self.rounds, weights=self._buckets.exchange.averages)
 
     def use_exchange(self, exchange: BucketExchange) -> None:
         """Buckets travel by `exchange` from now on. To be called on every rank, between two backwards."""
-        self._launcher.exchange = exchange
+        self._buckets.exchange = exchange
         if self.buckets:
             self._make_buckets()
         elif not self._handles:
@@ -251,9 +248,9 @@ class Reducer:
         The averages become this rank's gradients, so that an optimizer whose ranks each step for a part of the
         parameters (ZeRO) can go on.
         """
-        shadows = [self._launcher.shadow(bucket) for bucket in self.buckets]
+        shadows = self._buckets.shadows()
         # The same collectives in the same order as in `_close`, where the other ranks are.
-        works = [self._launcher.exchange.start(shadow) for shadow in shadows]
+        works = [self._buckets.exchange.start(shadow) for shadow in shadows]
         if self.usage.due:
             self.usage.finish(self.usage.start([False] * len(self.slots)))
         sparse = average_sparse(
@@ -300,16 +297,14 @@ class Reducer:
         """
         if (
             self.rounds <= (self.static_graph is not None)
-            or self._launcher.order is not None
+            or self._buckets.order is not None
             or self.find_unused_parameters
             or not self.active
         ):
             return False
         # Rank 0's order holds for all: ranks that launch in orders of their own would wait for each other.
         everyone = list(reversed(range(len(self.slots))))
-        self._launcher.agree_on_order([*self.arrival_order, *everyone])  # those that never came are expected last
-        plans = self._launcher.plans()
-        if [plan.parameters for plan in plans] != [plan.parameters for plan in self.plans]:
+        if self._buckets.agree_on_order([*self.arrival_order, *everyone]):  # those that never came are expected last
             self._make_buckets()
         return True
 
@@ -333,7 +328,7 @@ class Reducer:
     # ---- memory
 
     def _make_buckets(self) -> None:
-        self._launcher.make()
+        self._buckets.make()
         self._reset()
 
     def _start(self) -> None:
@@ -355,8 +350,6 @@ class Reducer:
             return lambda parameter: self._on_sparse_gradient(slot)
         views = self.options.gradients_are_views
         static = self.static_graph
-
-        together = self.device.type != "cpu" or slot.parameter.nbytes <= _COPIED_TOGETHER_BYTES
         streams = self._streams
         hooks: dict[int, Any] = cast(Any, slot.parameter)._post_accumulate_grad_hooks
 
@@ -373,50 +366,40 @@ class Reducer:
                 hooks[slot.hook_key] = hooks.pop(slot.hook_key)
             if streams is not None and self._open and streams.another():
                 # A launch would order the exchange behind this stream alone; at the end of backward all have met.
-                self._launcher.wait_for_end()
-            if not self._open and not views:
-                return  # inside no_sync: the gradient stays as autograd made it
-            if slot.arrived:
-                self._note_second_arrival(slot)
+                self._buckets.wait_for_end()
+            if not self._open:
+                # Inside no_sync the gradient stays as autograd made it, unless it is to be a view of its bucket.
+                if views and parameter.grad is None:
+                    slot.touched = False
+                elif views:
+                    bring_home([slot], as_views=True)
+                return
             if parameter.grad is None:
                 self._note_undefined(slot)
                 return
-            bucket = slot.bucket
-            if together and static is None and bucket is not None and self._open:
-                bucket.arriving.append(slot)  # one call copies them when the bucket is complete
-            elif self._open:
-                self._launcher.bring_home([slot])
-            else:
-                bring_home([slot], as_views=views)
-            if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
-                return
-            if static is None and bucket is not None and self.rounds:
-                # `_count`, written out: with 2,000 small parameters a call for each is felt.
+            if static is not None:
+                slot.arrivals += 1
+            if slot.arrived:
+                self._note_second_arrival(slot)
+            is_complete = not slot.arrived and (static is None or static.completes(slot))
+            if is_complete:
                 slot.arrived = True
-                bucket.pending -= 1
-                if bucket.pending == 0:
-                    self._launcher.launch_complete()
-            else:
-                self._count(slot)
+                if self.rounds == 0:
+                    self.arrival_order.append(slot.index)
+            self._buckets.arrived(slot, is_complete=is_complete)
 
         return on_gradient
+
+    def _is_copied_with_others(self, parameter: torch.nn.Parameter) -> bool:
+        is_small = self.device.type != "cpu" or parameter.nbytes <= _COPIED_TOGETHER_BYTES
+        return is_small and not self.options.static_graph
 
     def _note_undefined(self, slot: Slot) -> None:
         """The hook ran, but some function in between had no gradient to pass on: the parameter counts as absent."""
         slot.touched = False
-        if self._open and not slot.arrived:
+        if not slot.arrived:
             self._count_absent(slot)
-            self._launcher.launch_complete()
-
-    def _count(self, slot: Slot) -> None:
-        """A gradient is complete: launches what is complete by it."""
-        slot.arrived = True
-        if self.rounds == 0:
-            self.arrival_order.append(slot.index)
-        assert slot.bucket is not None
-        slot.bucket.pending -= 1
-        if slot.bucket.pending == 0:
-            self._launcher.launch_complete()
+            self._buckets.launch_complete()
 
     def _on_sparse_gradient(self, slot: Slot) -> None:
         if current_task() != self._task:
@@ -425,6 +408,7 @@ class Reducer:
         if self._open and self.rounds == 0 and not slot.arrived:
             self.arrival_order.append(slot.index)
         if self._open and self.static_graph is not None:
+            slot.arrivals += 1
             self.static_graph.completes(slot)
         slot.arrived = self._open  # exchanged at the end of the round, so a second arrival does no harm
 
@@ -445,6 +429,9 @@ class Reducer:
         if self.sync_grad and self.forward_syncs and task not in self._tasks:
             if not self._open:
                 self._open = True
+                if self._learns():
+                    # How many gradients a parameter gets is known only after this backward.
+                    self._buckets.wait_for_end()
                 self._came_late = slot if self._closed_inside else None
                 if waiting_time.on and self.device.type != "cpu":
                     waiting_time.lend_thread()
@@ -465,21 +452,14 @@ class Reducer:
         for index in sorted(self._expected_unused or ()):
             self._count_absent(self.slots[index])
         self._expected_unused = None
-        self._launcher.launch_complete()
+        self._buckets.launch_complete()
 
     def _count_absent(self, slot: Slot) -> None:
-        """Counts a parameter that gets no gradient in this round: what it has accumulated before, or zero."""
+        """Counts a parameter that gets no gradient in this round."""
         slot.arrived = slot.absent = True
         # Sparse gradients are exchanged at the end of the round, whatever came.
-        if slot.bucket is None or slot.view is None:
-            return
-        gradient = slot.parameter.grad
-        if gradient is None:
-            slot.view.zero_()
-        elif not aliases(gradient, slot.view):
-            with torch.no_grad():
-                slot.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        slot.bucket.pending -= 1
+        if slot.bucket is not None:
+            self._buckets.absent(slot)
 
     def _note_second_arrival(self, slot: Slot) -> None:
         """A second gradient in one round: fine as long as its bucket still waits for others."""
@@ -488,8 +468,6 @@ class Reducer:
         # The ranks have read the bucket, so this gradient would be missing from the average.
         if slot.bucket is not None and (slot.bucket.work is not None or slot.bucket.skipped):
             raise self._second_arrival(slot)
-        if self.static_graph is not None:
-            slot.arrivals += 1
         slot.absent = False
 
     def _second_arrival(self, slot: Slot) -> RuntimeError:
@@ -500,6 +478,11 @@ class Reducer:
             f"the wrapped forward."
         )
 
+    def _before_launch(self, bucket: Bucket) -> None:
+        self.timeline.note("exchange")
+        if self._guard is not None:
+            self._guard.watch(bucket)
+
     # ---- step 3: the end of backward
 
     def _on_backward_end(self, task: int) -> None:
@@ -509,7 +492,7 @@ class Reducer:
         for take in to_come.values():
             take()
         missing = self._missing()
-        learning = self.static_graph is not None and not self.static_graph.learned
+        learning = self._learns()
         if (missing or learning) and inside_custom_function():
             # Reentrant checkpointing: the rest may come in the enclosing backward, whose end is not told to us.
             self._left_open = True
@@ -519,6 +502,10 @@ class Reducer:
         self._close(missing)
         if missing and not tolerated:
             self._errors.raise_or_keep(self._errors.missing(missing))
+
+    def _learns(self) -> bool:
+        """Return whether this is the first backward of a static graph."""
+        return self.static_graph is not None and not self.static_graph.learned
 
     def _missing(self) -> list[Slot]:
         return [slot for slot in self.slots if not slot.arrived]
@@ -530,14 +517,14 @@ class Reducer:
             MismatchError, ModelMismatchError, NonFiniteGradientError: on all ranks.
             Exception: what the backend raises when an exchange fails.
         """
-        learning = self.static_graph is not None and not self.static_graph.learned
+        learning = self._learns()
         failed = interrupted or (bool(missing) and not (self.find_unused_parameters or learning))
         self.timeline.note("backward_end")
         try:
             for slot in missing:
                 self._count_absent(slot)
             # Also where this rank has failed: its peers wait for every bucket, and would reach their deadline.
-            self._launcher.launch_all()
+            self._buckets.launch_rest()
             pending = self.usage.start([s.touched for s in self.slots]) if self.usage.due else None
             if self._guard is not None:
                 self._guard.watch_sparse(self._sparse_slots)
@@ -548,12 +535,11 @@ class Reducer:
             )
             # What is done with a bucket's averages waits until it is known who used what, and that all are finite.
             # An absent parameter has no gradient before `_deliver`, and one with a graph has its local one.
-            late = self._guard is not None or bool(self._launcher.with_graph) or any(s.absent for s in self.slots)
+            late = self._guard is not None or bool(self._buckets.with_graph) or any(s.absent for s in self.slots)
             early = bool(self._after_exchange) and not failed and pending is None and not late
             began = waiting_time.begin() if waiting_time.on else 0
             with span("wait for averages"):
-                works = [*(bucket.work for bucket in self.buckets), self._with_gradients()]
-                wait_all(works, self._run_after_exchange if early else None)
+                self._buckets.wait(self._with_gradients(), self._run_after_exchange if early else None)
                 futures, self.post_backward_futures = self.post_backward_futures, []
                 for future in futures:
                     future.wait()
@@ -590,7 +576,7 @@ class Reducer:
         """Puts the averages into `param.grad` where they are not there already."""
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
-        for slot, local in self._launcher.with_graph:
+        for slot, local in self._buckets.with_graph:
             assert slot.view is not None
             with torch.enable_grad():
                 slot.parameter.grad = AveragedGradient.apply(  # type: ignore[no-untyped-call]
@@ -611,7 +597,7 @@ class Reducer:
         self._task = _NO_TASK
         if self._streams is not None:
             self._streams.forget()
-        self._launcher.reset()
+        self._buckets.reset()
         for slot in self.slots:
             slot.arrived = slot.touched = slot.absent = False
             slot.arrivals = 0

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ...errors import PhotinusError
 from ..exchange.collectives import Average, Pending
-from .gradient_memory import Slot
-from .streams import sent_to
+from .autograd import sent_to
+from .buckets import Slot
 from .timeline import Timeline
 
 
@@ -49,12 +49,11 @@ class StaticGraph:
         return self._arrivals is not None and self._arrivals[slot.index] == 0
 
     def completes(self, slot: Slot) -> bool:
-        """Counts a gradient; returns whether it is the last one of this parameter in this backward.
+        """Return whether the gradient that has come is the last one of this parameter in this backward.
 
         Raises:
             PhotinusError: it is one more than in the first backward.
         """
-        slot.arrivals += 1
         # Nothing is launched before the end of this backward, so every arrival may count as the last.
         if self._arrivals is None:
             return True

@@ -13,8 +13,8 @@ digest of what it did, of all its steps so far. It covers, of each step:
                   every eighth step and where something was changed
 
 Once ranks differ, their digests do for good, so comparing them may wait: under "zero1" every few exchanges of gradients
-compare them (see `rank_facts`), under "zero2" and "zero3" every few forwards, and `photinus.save` and a Loop, too. Only
-where they differ do the ranks tell each other what they did.
+compare them (see `reducer.checks`), under "zero2" and "zero3" every few forwards, and `photinus.save` and a Loop, too.
+Only where they differ do the ranks tell each other what they did.
 """
 
 from __future__ import annotations
