@@ -160,12 +160,11 @@ def rank_of(rank: int, world_size: int) -> RankTimes:
     return RankTimes(session, clock)
 
 
-def test_the_sum_of_the_ranks_vectors_holds_everyones_times_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_holds_the_times_and_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Time()
     monkeypatch.setattr(run_numbers, "time", by_hand)
     ranks = [rank_of(rank, 3) for rank in range(3)]
-    summed = [sum(values) for values in zip(*(rank.mine() for rank in ranks), strict=True)]
-    ranks[0].add(summed, steps=4, samples=128)
+    ranks[0].add([rank.local_row() for rank in ranks], steps=4, samples=128)
     assert ranks[0].window(step=4, epoch=1, start=1, at_once=False) is None  # a second has not passed
     by_hand.now_ms += 1000
     window = ranks[0].window(step=4, epoch=1, start=1, at_once=False)
@@ -185,7 +184,7 @@ def test_a_window_tells_the_slowest_link_of_each_rank_beside_its_median_one(monk
         told[0] += 0.1
         told[2] += slow_s
         told[3] += 0.2
-        rank.add(rank.mine(), steps=5, samples=5)
+        rank.add([rank.local_row()], steps=5, samples=5)
     window = rank.window(step=10, epoch=1, start=1, at_once=True)
     assert window is not None
     assert window.links == [(2, pytest.approx(0.1), pytest.approx(0.04))]
@@ -195,7 +194,7 @@ def test_a_window_tells_the_slowest_link_of_each_rank_beside_its_median_one(monk
 def test_ranks_exchange_after_a_seconds_worth_of_steps(step_s: float, steps: int) -> None:
     rank = rank_of(0, 1)
     assert rank.steps_to_next == 1
-    rank.add([step_s * 2, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0], steps=2, samples=2)
+    rank.add([[step_s * 2, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]], steps=2, samples=2)
     assert rank.steps_to_next == steps
 
 
@@ -206,7 +205,7 @@ def test_windows_get_longer_with_the_run_so_that_their_number_grows_slowly(monke
     written = 0
     for _ in range(24 * 3600):
         by_hand.now_ms += 1000
-        rank.add([0.1] * 10 + [0.0] * 3, steps=1, samples=1)
+        rank.add([[0.1] * 10 + [0.0] * 3], steps=1, samples=1)
         written += rank.window(step=1, epoch=1, start=1, at_once=False) is not None
     assert 5000 < written < 12_000
 

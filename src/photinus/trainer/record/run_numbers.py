@@ -3,8 +3,7 @@
 A step's loss is the mean over the *global* batch. To know it costs an exchange between the ranks, so a few steps are
 collected and exchanged at once. The files that hold the numbers are those of `photinus.runlog`.
 
-Every rank's times and memory ride along with that exchange, an all-reduce that sums: each rank fills its own place of a
-vector that is zero elsewhere, so the sum holds everyone's. So they come to the run's folder from hosts that share no
+Every rank's times and memory travel in that exchange, too. So they come to the run's folder from hosts that share no
 disk, and rank 0 alone writes. What it costs is thirteen float64 values per rank in an exchange that takes place anyway.
 """
 
@@ -18,12 +17,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.exchange.agreement import together
+from ...parallel.exchange.collectives import gather_numbers, resolve_group
 from ...runlog.tables import MEMORY, PHASES, StepLoss, Window
 from ..checkpoint.position import Position
 from ..data.loader import Batch
@@ -132,12 +133,20 @@ class RunNumbers:
         """
         steps, samples = len(self._steps), sum(each.global_samples for each in self._steps)
         file_error = folder.error
-        times, digests = self._times.mine(), self._replicas.mine(saves=saves)
-        sent = [float(file_error is not None), *map(float, wishes), *times, *digests]
-        losses, (file_errors, *rest) = self._sum_over_ranks(sent)
-        wished, rest = [bool(each) for each in rest[: len(wishes)]], rest[len(wishes) :]
-        seconds = self._times.add(rest[: len(times)], steps=steps, samples=samples)
-        self._replicas.compare(rest[len(times) :], step=position.step, seconds=seconds)
+        flags = [float(file_error is not None), *map(float, wishes)]
+        parts = [self._local_losses(), flags, self._times.local_row(), self._replicas.local_row(saves=saves)]
+        own = [number for part in parts for number in part]
+        rows = [own]
+        if self._session.world_size > 1:
+            rows = gather_numbers(own, resolve_group(None), torch.float64)
+        ends = [*accumulate(map(len, parts))]
+        loss_rows, flag_rows, time_rows, replica_rows = (
+            [row[end - len(part) : end] for row in rows] for part, end in zip(parts, ends, strict=True)
+        )
+        losses = self._take_losses(loss_rows)
+        file_errors, *wished = map(any, zip(*flag_rows, strict=True))
+        seconds = self._times.add(time_rows, steps=steps, samples=samples)
+        self._replicas.compare(replica_rows, step=position.step, seconds=seconds)
         if file_errors:
             with together("writing the numbers of the run"):
                 if file_error is not None:
@@ -153,36 +162,31 @@ class RunNumbers:
         self.write_times(position, folder, epoch=epoch)
         return wished
 
-    def _sum_over_ranks(self, flags: Sequence[float]) -> tuple[list[StepLoss], list[float]]:
-        """The losses of the collected steps over all ranks, and the sums of the flags.
-
-        One all-reduce of 2 * steps + len(flags) float64 values. Steps for which no rank gave a loss are left out.
-        """
+    def _local_losses(self) -> list[float]:
+        """Two numbers for each of the collected steps: the sum of this rank's losses, and its samples."""
         # Stacked where they are, then one copy to the host.
         given = [step.loss for step in self._steps if step.loss is not None]
         means = iter(torch.stack(given).tolist() if given else [])
-        sums, counts = [], []
+        numbers: list[float] = []
         for step in self._steps:
             mean, samples = 0.0 if step.loss is None else next(means), step.samples
             # Of no samples the mean is nan, and must count as nothing.
-            sums.append(mean * samples if samples else 0.0)
-            counts.append(0 if step.loss is None else samples)
-        vector = [*sums, *counts, *flags]
-        if self._session.world_size > 1:
-            tensor = torch.tensor(vector, dtype=torch.float64, device=self._session.exchange_device)
-            dist.all_reduce(tensor)
-            vector = tensor.tolist()
-        n = len(self._steps)
+            numbers += [mean * samples if samples else 0.0, 0 if step.loss is None else samples]
+        return numbers
+
+    def _take_losses(self, rows: Sequence[Sequence[float]]) -> list[StepLoss]:
+        """The losses of the collected steps over all ranks, but for steps for which no rank gave one."""
+        totals = [sum(column) for column in zip(*rows, strict=True)]
         losses = [
             StepLoss(step.number, step.epoch, total / count, step.global_samples)
-            for step, total, count in zip(self._steps, vector[:n], vector[n : 2 * n], strict=True)
+            for step, total, count in zip(self._steps, totals[::2], totals[1::2], strict=True)
             if count
         ]
         self._steps = []
-        return losses, vector[2 * n :]
+        return losses
 
     def write_times(self, position: Position, folder: RunFolder, *, epoch: int, at_once: bool = False) -> None:
-        """Return the uses of the last steps' time, if it is time to write them, or `at_once`, because the run ends."""
+        """Writes the uses of the last steps' time, if it is time to, or `at_once`, because the run ends."""
         if folder.writes:
             window = self._times.window(step=position.step, epoch=epoch, start=position.start, at_once=at_once)
             if window is not None:
@@ -210,15 +214,9 @@ class RankTimes:
         self._sums = torch.zeros(self._session.world_size, _WIDTH, dtype=torch.float64, device="cpu")
         self._slowest: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(self._session.world_size)]
 
-    def mine(self) -> list[float]:
-        """This rank's times since the last exchange and its memory, with zeros in the other ranks' places.
-
-        Its length is 13 * world size; the ranks' vectors are to be summed.
-        """
-        vector = [0.0] * (_WIDTH * self._session.world_size)
-        own = [*self._clock.take(), *map(float, memory_bytes(self._session.device)), *self._links()]
-        vector[_WIDTH * self._session.rank : _WIDTH * (self._session.rank + 1)] = own
-        return vector
+    def local_row(self) -> list[float]:
+        """This rank's times since the last exchange, its memory and its links: 13 numbers."""
+        return [*self._clock.take(), *map(float, memory_bytes(self._session.device)), *self._links()]
 
     def _links(self) -> tuple[float, float, float]:
         """Of this rank's links to other hosts since the last call; see _LINK."""
@@ -229,13 +227,13 @@ class RankTimes:
         slowest = max(seconds, key=lambda peer: seconds[peer])
         return slowest + 1.0, seconds[slowest], statistics.median_low(seconds.values())
 
-    def add(self, everyone: Sequence[float], *, steps: int, samples: int) -> float:
-        """Takes the sum of what `mine` returned on all ranks, and the steps and samples since the last exchange.
+    def add(self, rows: Sequence[Sequence[float]], *, steps: int, samples: int) -> float:
+        """Takes what `local_row` returned on each rank, and the steps and samples since the last exchange.
 
         Returns:
             The seconds that these steps took the slowest rank, equal on all ranks.
         """
-        ranks = torch.tensor(everyone, dtype=torch.float64, device="cpu").reshape(-1, _WIDTH)
+        ranks = torch.tensor(rows, dtype=torch.float64, device="cpu")
         self._sums += ranks
         self._memory = ranks[:, _PHASES : _PHASES + _MEMORY]
         for slowest, (peer, worst_s, _) in zip(self._slowest, ranks[:, -_LINK:].tolist(), strict=True):

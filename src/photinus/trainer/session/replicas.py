@@ -1,8 +1,8 @@
 """Do all ranks still train the same model, with the same hyperparameters?
 
-What a rank was given is compared when a model is wrapped and when a loop is made; what may drift later rides along with
-the loop's exchange of losses, an all-reduce that sums: each rank fills its own three places of a vector that is zero
-elsewhere. Two digests of 48 bits (whole numbers that float64 holds exactly) and what the second one took:
+What a rank was given is compared when a model is wrapped and when a loop is made. What may drift later travels with the
+loop's losses, as three numbers: two digests of 48 bits (whole numbers that float64 holds exactly), and the seconds that
+the second one took.
 
 | digest of | how often | what it takes |
 |---|---|---|
@@ -39,7 +39,6 @@ from ...parallel.zero.units import unit_order
 from ..checkpoint.states import unwrap
 from .session import Session
 
-_WIDTH = 3
 _COST = 0.005  # of the time of the steps, at most
 _DIGEST_BYTES = 6  # fewer than the 53 bits of a float64's fraction
 
@@ -137,14 +136,14 @@ class Replicas:
             for each in groups
         ]
 
-    def mine(self, *, saves: bool) -> list[float]:
-        """This rank's digests, with zeros in the other ranks' places: 3 * world size values to be summed.
+    def local_row(self, *, saves: bool) -> list[float]:
+        """This rank's three numbers, which `compare` takes of all ranks.
 
         Args:
             saves: a checkpoint follows, so parameters are looked at however long ago that was done; equal on all ranks.
         """
         if self._alone:
-            return []
+            return [0.0, 0.0, 0.0]
         began_s = time.perf_counter()
         options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
         orders = [unit_order(model) for model in self._split]
@@ -155,12 +154,10 @@ class Replicas:
             sums = torch.stack(digests).tolist() if digests else []
             own[1] = _digest(struct.pack(f"<{len(sums)}q", *sums))
             own[2] = time.perf_counter() - began_s
-        vector = [0.0] * (_WIDTH * self._session.world_size)
-        vector[_WIDTH * self._session.rank : _WIDTH * (self._session.rank + 1)] = own
-        return vector
+        return own
 
-    def compare(self, everyone: Sequence[float], *, step: int, seconds: float) -> None:
-        """Takes the sum of what `mine` returned on the ranks, and the seconds of the steps since the last call.
+    def compare(self, rows: Sequence[Sequence[float]], *, step: int, seconds: float) -> None:
+        """Takes what `local_row` returned on each rank, and the seconds of the steps since the last call.
 
         Raises:
             ValueError: an optimizer has other options on some rank, or a call was made on some ranks only or with
@@ -170,9 +167,10 @@ class Replicas:
         if self._alone:
             return
         self._trained_s += seconds
-        if max(everyone[2::_WIDTH]) > 0.0:
-            self._trained_s, self._pause_s = 0.0, max(everyone[2::_WIDTH]) / _COST
-        if len(set(everyone[::_WIDTH])) > 1:
+        acts, weights, digests_s = (set(column) for column in zip(*rows, strict=True))
+        if max(digests_s) > 0.0:
+            self._trained_s, self._pause_s = 0.0, max(digests_s) / _COST
+        if len(acts) > 1:
             optimizers = describe_replicas(self._models, self._optimizers)
             check_alike(optimizers, f"the ranks' optimizers differ after step {step}")
             made = dict.fromkeys(self._calls, "made")
@@ -192,7 +190,7 @@ class Replicas:
                 facts.compare()
         self._calls.clear()
         self._repeats.clear()
-        if len(set(everyone[1::_WIDTH])) > 1:
+        if len(weights) > 1:
             compare_parameters(self._named(), resolve_group(None), f"after step {step} ")
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
