@@ -124,7 +124,7 @@ class EngineGroup(ProcessGroup):
             The work; None for what is done, which is how torch's backends answer a call that is not asynchronous.
         """
         limit_s = self._timeout_s(options)
-        updates = self._updates.told()
+        updates = self._updates.step_number()
         if memory.device is None:
             call = Call(operation, timeout_s=limit_s, asynchronous=options.asyncOp, updates=updates, **fields)
             return self._start(call, memory, outputs, memory)

@@ -181,7 +181,7 @@ class EngineMoves(EngineGroup):
         # Shortest, because 0 has two meanings (see above).
         limit_s = self._limit.timeout_s if timeout is None else max(timeout.total_seconds(), _SHORTEST_S)
         try:
-            self._do(Call(_BARRIER, timeout_s=limit_s, label="monitored_barrier", updates=self._updates.told()))
+            self._do(Call(_BARRIER, timeout_s=limit_s, label="monitored_barrier", updates=self._updates.step_number()))
         except (CollectiveTimeoutError, PeerLostError) as error:
             # Also from the error of a rank that gave up first: each rank should name those who really are missing.
             missing = missing_ranks(str(error))

@@ -109,7 +109,7 @@ class ThroughEngine(EngineMoves):
             asynchronous,
             factor(options.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "",
-            self._updates.told(),
+            self._updates.step_number(),
             wires.get((code, reduction)) if wires else None,
             tensor.shape,
         )
@@ -272,7 +272,7 @@ def _sparse_all_reduce(group: EngineGroup, tensor: Tensor, options: Any) -> dist
     # Where all_gather puts it, so it stays where it is.
     place = address + rank * counts.element_size()
     # Once, as both calls are of one moment.
-    updates = group._updates.told()
+    updates = group._updates.step_number()
     group._do(Call(_ALL_GATHER, place, address, 1, int64, timeout_s=timeout_s, label=label, updates=updates))
     entries: list[int] = counts.tolist()
 

@@ -80,7 +80,7 @@ class Updates(StepWatcher):
             refs[key] = weakref.ref(parameter, lambda _, key=key: refs.pop(key, None))  # type: ignore[misc]
         return self._count
 
-    def told(self) -> int:
+    def step_number(self) -> int:
         """Return the number that a call now sends to the other ranks (see engine.Communicator.submit)."""
         if not self._training_thread:  # there is no DDP
             return 0

@@ -33,7 +33,8 @@ class BufferSync:
 
     Attributes:
         hook: (state, function, whether it runs after the forward); None for the broadcast.
-        source: rank of the group whose buffers all get at the end of the next exchanged backward; None: nobody's.
+        source: the rank of the group whose buffers all ranks get at the end of the next exchanged backward; None: no
+            buffers travel.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class BufferSync:
 class _Arrival:
     """Buffers under way.
 
-    On the CPU, those that arrive unchanged are not written: a graph that is kept may hold them. On a GPU the host would
-    wait for each comparison, and so for the whole backward: a step of ResNet-50 on an H200 took 41 ms, and with torch's
-    class 23. There all are written, and autograd is not informed, as in torch's class.
+    On the CPU, a buffer that arrives with the values that it has is not written: a graph that is kept may hold it. On a
+    GPU the host would wait for each comparison, and so for the whole backward: a step of ResNet-50 on an H200 took
+    41 ms, and with torch's class 23. There all buffers are written, and autograd is not informed, as in torch's class.
     """
 
     def __init__(self, staging: Staging, buffers: list[torch.Tensor], source: int) -> None:

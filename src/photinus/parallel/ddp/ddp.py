@@ -194,7 +194,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             self.device_ids = check_device_ids(device_ids, output_device, self.device)
             self.output_device = self.device_ids[0] if self.device_ids else None
         except ValueError as error:
-            refusal = error  # told to the other ranks first: what one refuses, all refuse
+            refusal = error  # raised when all ranks know of it: what one rank refuses, all refuse
         exchanging = init_sync and self.process_group.size() > 1
         if exchanging:
             lines, gpu = (self._describe(pairs), gpu_identity(self.device)) if refusal is None else ([str(refusal)], "")

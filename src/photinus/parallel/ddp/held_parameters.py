@@ -50,7 +50,7 @@ class HeldParameters:
         return parts
 
     def learn(self, parameter: nn.Parameter, known: nn.Parameter) -> None:
-        """Knows a tensor, too, that stands in for a parameter at times (FSDP's, gathered)."""
+        """Takes a tensor that at times stands in for a parameter (FSDP's gathered one) by that parameter's name."""
         if known in self.names:
             self.names[parameter] = self.names[known]
 

@@ -47,8 +47,8 @@ _GLOO_THREADS = 2  # of each gloo group that torch makes
 class TorchSurface(Joinable):
     """Names that exist for others; nothing in this package calls them. The base of DistributedDataParallel.
 
-    It also declares what the other parts of the wrapper read and set of the whole: they cannot import the class,
-    which imports them.
+    It also declares the attributes of DistributedDataParallel that the other files of this folder read and set. They
+    cannot import the class, which imports them.
     """
 
     if TYPE_CHECKING:

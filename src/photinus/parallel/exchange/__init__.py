@@ -2,7 +2,7 @@
 
 agreement         small things that all ranks have to know alike, over plain torch.distributed and without pickle
 broadcast         tensors of one rank of a group, copied to all ranks in few large pieces
-collectives       the few things that this floor asks of a process group, the same for gloo, nccl, photinus and others
+collectives       calls of a process group, the same for gloo, nccl, photinus and others
 tensors           tensors inside nested values, and how a tensor lies in memory
 verify_models     do all ranks hold the same model, the same weights later on, and GPUs of their own?
 """

@@ -119,7 +119,7 @@ def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
     own: Exception | None = None
     work = None
     if is_long and place_in_group()[1] > 1:
-        _all_gather(b"")  # from here on, who is not done works
+        _all_gather(b"")  # ranks that have not arrived by now are working, not waiting
         work = LongWork(doing)
     try:
         yield
@@ -134,8 +134,8 @@ def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
         work.wait()
     where = f"host {socket.gethostname()}, pid {os.getpid()}"
     # The class, a line break, and text for people.
-    mine = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"
-    reports = [data.decode(errors="replace") for data in _all_gather(mine.encode(errors="replace")[:_MOST_TEXT_BYTES])]
+    text = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"
+    reports = [data.decode(errors="replace") for data in _all_gather(text.encode(errors="replace")[:_MOST_TEXT_BYTES])]
     if own is not None:
         raise own
     failed = {rank: text.split("\n", 1) for rank, text in enumerate(reports) if text}
@@ -155,7 +155,7 @@ class LongWork:
     up. A rank that died or froze stops counting. Over photinus its death is seen immediately; elsewhere the exchange
     that follows raises, at its own deadline.
 
-    One rank's part lasts until `end`. All ranks make it when all have arrived.
+    All ranks make this object together. A rank works until it calls `end`.
     """
 
     def __init__(self, doing: str) -> None:

@@ -34,7 +34,7 @@ class Staging:
     def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._layout = [(t.shape, t.dtype) for t in tensors]
-        # For ranks to compare, where the backend does: other tensors may be as long with what aligns them.
+        # A backend that compares labels finds other tensors by it, also where these take as many bytes.
         self._label = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self._layout)
         offsets, end = [], 0
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The few things that this floor asks of a process group, the same for gloo, nccl, photinus and others."""
+"""Calls of a process group, the same for gloo, nccl, photinus and others."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def allocate(group: dist.ProcessGroup, elems: int, dtype: torch.dtype, device: t
     return cast(torch.Tensor, offered(elems, dtype)).zero_()
 
 
-def settle(group: dist.ProcessGroup) -> None:
+def wait_for_callbacks(group: dist.ProcessGroup) -> None:
     """Waits for the callbacks of earlier collectives where a backend (photinus) runs them on threads of its own."""
     wait: Any = getattr(group, "settle", None)
     if wait is not None:

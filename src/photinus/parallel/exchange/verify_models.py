@@ -56,8 +56,8 @@ def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str =
         DeviceError: on every rank, if more ranks have the same GPU than PHOTINUS_RANKS_PER_GPU allows.
     """
     text = "\n".join(lines).encode()
-    mine = hashlib.sha256(text).digest() + gpu.encode()[:_GPU_BYTES].ljust(_GPU_BYTES, b"\0")
-    headers = all_gather_bytes(mine, group, len(mine))
+    own = hashlib.sha256(text).digest() + gpu.encode()[:_GPU_BYTES].ljust(_GPU_BYTES, b"\0")
+    headers = all_gather_bytes(own, group, len(own))
     if len({header[:_DIGEST_BYTES] for header in headers}) > 1:
         texts = [other.decode() for other in all_gather_bytes(text, group)]
         raise ModelMismatchError(_difference([other.split("\n") for other in texts], group.rank()))
@@ -66,7 +66,7 @@ def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str =
 
 
 def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
-    """The first line in which the models differ, from the view of rank 0, told so that each rank finds itself in it."""
+    """Return a text on the first line in which the models differ: which ranks have which variant of it."""
     count = max(len(model) for model in models)
     at = [[model[i] if i < len(model) else None for model in models] for i in range(count)]
     line = next(i for i in range(count) if len(set(at[i])) > 1)

@@ -84,7 +84,7 @@ def inside_custom_function() -> bool:
 
 
 class StreamWatch:
-    """Return whether the gradients of a backward have come on more than one stream.
+    """A watch over the streams on which the gradients of one backward come.
 
     Args:
         current: names the stream that is current: any value, equal for equal streams.

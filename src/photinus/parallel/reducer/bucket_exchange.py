@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from ..exchange.collectives import Average, Pending, settle
+from ..exchange.collectives import Average, Pending, wait_for_callbacks
 from .autograd import keep_until_read
 from .buckets import Bucket
 
@@ -127,7 +127,8 @@ class HookExchange:
         Raises:
             TypeError: the hook did not return a future.
         """
-        settle(self._group)  # hooks share memory between buckets, and count on what they have put off being done
+        # Hooks share memory between buckets, and count on the end of what they have put off.
+        wait_for_callbacks(self._group)
         future = self._hook(self._state, GradBucket(bucket))
         # `Work.get_future()` gives the C++ class, which is no subclass of Python's.
         if not isinstance(future, (torch.futures.Future, torch._C.Future)):

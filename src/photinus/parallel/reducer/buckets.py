@@ -256,7 +256,7 @@ def aliases(gradient: torch.Tensor | None, view: torch.Tensor | None) -> bool:
 
 @torch.no_grad()
 def bring_home(slots: Sequence[Slot], *, as_views: bool) -> list[tuple[Slot, torch.Tensor]]:
-    """Sees to it that gradients lie in their places, and that `param.grad` is an alias of the place.
+    """Copies gradients to their places in the buckets, and makes `param.grad` an alias of the place.
 
     Args:
         slots: their parameters have dense or sparse gradients, anywhere; some may come twice.

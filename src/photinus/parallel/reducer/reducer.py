@@ -70,7 +70,8 @@ class Reducer:
         sync_grad: the user's switch: False, and no backward is followed by an exchange until it is True again. The same
             on every rank.
         forward_syncs: whether the backward of the last forward is to be exchanged; a wrapper sets it at each forward.
-        is_due: whether no backward has followed a forward that is to be exchanged: one in `no_sync` changes nothing.
+        is_due: whether the last forward whose backward is to be exchanged still waits for that backward. Forwards
+            inside `no_sync` do not change it.
         rounds: backwards exchanged so far.
         timeline: when forwards, backwards and exchanges began and ended.
         post_backward_futures: waited for, once, at the end of the next backward.
@@ -533,8 +534,8 @@ class Reducer:
                 [slot.parameter.grad for slot in self._sparse_slots],
                 self.average,
             )
-            # What is done with a bucket's averages waits until it is known who used what, and that all are finite.
-            # An absent parameter has no gradient before `_deliver`, and one with a graph has its local one.
+            # `_after_exchange` may step optimizers. So it runs early only where all gradients are known to be averages:
+            # an absent parameter has none before `_deliver`, and one with a graph has its local one.
             late = self._guard is not None or bool(self._buckets.with_graph) or any(s.absent for s in self.slots)
             early = bool(self._after_exchange) and not failed and pending is None and not late
             began = waiting_time.begin() if waiting_time.on else 0
