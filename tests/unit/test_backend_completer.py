@@ -261,15 +261,15 @@ def test_callbacks_of_two_groups_do_not_wait_for_each_other(done: engine.Work) -
 
     def complete(_: BaseException | None, other: Completer) -> None:
         both.wait(20)
-        other.settle(20)
+        other.wait_for_callbacks(20)
         settled.append(other.pending)
         both.wait(20)
 
     began_s = time.monotonic()
     first.submit(done, _nothing, partial(complete, other=second), True)
     second.submit(done, _nothing, partial(complete, other=first), True)
-    first.settle(20)
-    second.settle(20)
+    first.wait_for_callbacks(20)
+    second.wait_for_callbacks(20)
     assert settled == [1, 1]
     assert time.monotonic() - began_s < 10
     first.close()
