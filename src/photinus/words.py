@@ -1,4 +1,4 @@
-"""Words that users type: what an unknown one probably means, and masks for those that are secrets."""
+"""Words that users type: the likely meaning of unknown ones, and masks for secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECRET = re.compile(
 
 
 def closest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most like `word`, or None when none is like it by `cutoff` (difflib's ratio, 0 to 1)."""
+    """Return the known word most like `word`; None if none is similar (difflib's ratio is below `cutoff`)."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return found[0] if found else None
 
@@ -25,13 +25,13 @@ def closest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
 def hint(
     word: str, choices: Iterable[str], otherwise: str = "", *, show: Callable[[str], str] = str, cutoff: float = 0.6
 ) -> str:
-    """` Did you mean X?`, or `otherwise` when nothing is near. `show`: repr for names in Python, which have quotes."""
+    """Return ` Did you mean X?`, or `otherwise` if no word is similar. `show`: repr for names in Python."""
     near = closest(word, choices, cutoff)
     return otherwise if near is None else f" Did you mean {show(near)}?"
 
 
 def mask(value: Any, name: str = "") -> Any:
-    """Returns text of this name, or of such names inside of it, masked; all else as it is."""
+    """Return a value with secrets masked: texts whose name, or key inside of the value, is that of a secret."""
     if isinstance(value, Mapping):
         return {key: mask(each, str(key)) for key, each in value.items()}
     if isinstance(value, list):
@@ -40,7 +40,7 @@ def mask(value: Any, name: str = "") -> Any:
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """Returns a command line's words with the values of --token VALUE, --token=VALUE and token=VALUE masked."""
+    """Return a command line's words with the values of --token VALUE, --token=VALUE and token=VALUE masked."""
     masked: list[str] = []
     for word, before in zip(words, ("", *words), strict=False):
         name, equals, value = word.partition("=")

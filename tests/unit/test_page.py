@@ -17,7 +17,6 @@ import pytest
 import photinus.tools.view.page
 from photinus.cli.main import main
 from photinus.runlog import figures
-from photinus.runlog.curve import Curve
 from photinus.runlog.figures import PHASE_COLOURS, RUN_COLOURS, Chart, charts, mean_windows
 from photinus.runlog.run import Run
 from photinus.runlog.tables import PHASES, RANKS, RunFiles, StepLoss
@@ -316,10 +315,6 @@ def test_windows_put_together_keep_the_mean_of_their_steps_and_the_most_memory()
     assert first.memory["peak"] == [340 << 20] * 2
     assert second.world_size == 1
     assert sum(second.step_s(0) for _ in PHASES) > 0
-
-
-def test_a_curve_for_the_page_has_as_many_points_as_it_may() -> None:
-    assert 150 <= len(Curve(300, ((i, 1.0) for i in range(100_000))).bins) <= 300
 
 
 # -- for everyone -----------------------------------------------------------------------------------------------------

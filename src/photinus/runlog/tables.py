@@ -52,11 +52,6 @@ class StepLoss:
     samples: int
 
 
-def steps_of(batches_done: int, batches: int) -> int:
-    """Return in which step of N batches a batch is, both from 1."""
-    return -(-batches_done // batches)
-
-
 class RunFiles:
     """`losses.csv` (a row per step) and `metrics.csv` (a row per epoch) in the run's folder. For rank 0.
 

@@ -6,6 +6,7 @@ import math
 import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,10 @@ _BARS = 64
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return a whole HTML document that needs no other file, of runs that have been read, at least one."""
-    files = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    formats = (count, number, size, step_time, units.clock_time, units.plural)
-    descriptions = (command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity)
-    found = (base64, bars, epochs, events, last, options, phases_in_words, speed_in_words, wall_clock)
-    files.filters |= {each.__name__: each for each in (*formats, *descriptions, *found, slow_links, stragglers)}
+    """Return an HTML document of runs that have been read, at least one. It needs no other file."""
     labels = labels_of(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.logged))[:6]
-    text = files.get_template("page.html.j2").render(
+    text = _template().render(
         runs=[
             {"run": run, "state": run.state(), "label": label, "colour": run_colour(i)}
             for i, (run, label) in enumerate(zip(runs, labels, strict=True))
@@ -52,6 +46,18 @@ def page(runs: Sequence[Run]) -> str:
         zip=zip,
     )
     return text.lstrip() + "\n"
+
+
+@cache
+def _template() -> jinja2.Template:
+    files = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    formats = (count, number, size, step_time, units.clock_time, units.plural)
+    descriptions = (command_of, describe_event, describe_state, hosts_in_words, ranks_in_words, severity)
+    found = (base64, bars, epochs, events, last, options, phases_in_words, speed_in_words, wall_clock)
+    files.filters |= {each.__name__: each for each in (*formats, *descriptions, *found, slow_links, stragglers)}
+    return files.get_template("page.html.j2")
 
 
 def base64(text: str) -> str:
