@@ -131,11 +131,8 @@ soak: native apart sanitized
 # Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n, as some
 # tests say; those are no part of this make.
 TESTS ?= tests
-# In CI only: what failed runs once more, alone. Both tries are in the log, and a test that needs the second is a defect.
-SECOND_TRY = { echo '---- second try of what failed: a test that passes now depends on the load of the machine'; \
-  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 5 $(TESTS); }
 python: setup
-	$(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)MAKEFLAGS= $(BIN)/python -m pytest --numprocesses 2 $(TESTS)$(if $(CI), || $(SECOND_TRY))
+	$(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)MAKEFLAGS= $(BIN)/python -m pytest --numprocesses 2 $(TESTS)
 
 # On a machine with a GPU there may be no network and no virtual environment: its own Python has all that is needed.
 gpu:
