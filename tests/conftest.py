@@ -93,16 +93,18 @@ def _processes_with(folder: str) -> list[str]:
 
 
 def _unused(names: set[str]) -> set[str]:
-    """Those of the names in /dev/shm that no process maps: other people's tests may run here too."""
-    if not names:
-        return names
-    mapped = ""
-    for process in Path("/proc").glob("[0-9]*"):
+    """Return the names in /dev/shm that no process maps: other people's tests may run here too.
+
+    Files are known by their inodes: of a semaphore, /proc shows the name that it had before it was linked to its own.
+    """
+    inodes = {name: Path("/dev/shm", name).stat().st_ino for name in names if Path("/dev/shm", name).exists()}
+    mapped: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
         try:
-            mapped += (process / "maps").read_text()
+            mapped.update(int(line.split(maxsplit=5)[4]) for line in (process / "maps").read_text().splitlines())
         except OSError:  # it has ended, or is another user's
             continue
-    return {name for name in names if f"/dev/shm/{name}" not in mapped}
+    return {name for name, inode in inodes.items() if inode not in mapped}
 
 
 @pytest.fixture(autouse=True)
