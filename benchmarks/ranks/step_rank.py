@@ -43,7 +43,7 @@ def split(model: nn.Module, kind: str) -> tuple[Any, Any]:
         return photinus.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-6), strategy=kind)
     from torch.distributed.fsdp import fully_shard
 
-    from photinus.parallel.zero.shard_units import shard_units
+    from photinus.parallel.zero.units import shard_units
 
     for unit in [*shard_units(model), model]:
         fully_shard(unit, reshard_after_forward=kind == "hand3")
