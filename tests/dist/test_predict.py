@@ -146,3 +146,18 @@ def test_predictions_have_the_bits_and_the_order_of_one_process(tmp_path: Path, 
         assert errors["after"] == str(rank == 0)
     assert (shared / "kept.npy").read_text() == "kept"
     assert not [*shared.glob(".tmp*")]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, batch: model(batch[0]).repeat(2, 1),
+        lambda model, batch: model(batch[0])[1:],
+        lambda model, batch: {"right": batch[0], "wrong": model(batch[0]).T},
+        lambda model, batch: (batch[0], [model(batch[0])[:1]]),
+    ],
+)
+def test_outputs_with_another_number_of_rows_than_samples_are_refused(forward: Any) -> None:
+    with photinus.init("gloo", "cpu"):
+        with pytest.raises(ValueError, match=r"for 8 samples, but one row per sample is needed, \[8, \.\.\.\]"):
+            photinus.predict(Net(), points(16), batch_size=8, forward=forward)

@@ -22,7 +22,7 @@ from ..parallel.strategies.fully_sharded import copy_split
 from ..parallel.zero.split_parts import drop_gathered
 from ..parallel.zero.split_states import own_part
 from .checkpoint.states import unwrap
-from .data.arguments import check_all, explains_unknown, refuse_if, whole_number
+from .data.arguments import checking, explains_unknown, whole_number
 from .forwards import Data, Forwards
 from .session.session import require_session
 
@@ -64,14 +64,13 @@ class Average(AveragedModel):
         every: int = 1,
         validate: bool = True,
     ) -> None:
-        is_model = isinstance(model, nn.Module) and not isinstance(model, AveragedModel)
-        function = f"multi_avg_fn={multi_avg_fn!r}: needs a function, such as get_ema_multi_avg_fn(0.999)"
-        check_all(
-            partial(refuse_if, not is_model, TypeError(f"an average of a {type(model).__name__}: needs a model")),
-            partial(refuse_if, not (multi_avg_fn is None or callable(multi_avg_fn)), TypeError(function)),
-            partial(whole_number, "first_step", first_step, least=1),
-            partial(whole_number, "every", every, least=1),
-        )
+        with checking() as check:
+            is_model = isinstance(model, nn.Module) and not isinstance(model, AveragedModel)
+            check(is_model, f"an average of a {type(model).__name__}: needs a model", TypeError)
+            function = f"multi_avg_fn={multi_avg_fn!r}: needs a function, such as get_ema_multi_avg_fn(0.999)"
+            check(multi_avg_fn is None or callable(multi_avg_fn), function, TypeError)
+            check.call(whole_number, "first_step", first_step, least=1)
+            check.call(whole_number, "every", every, least=1)
         super().__init__(nn.Identity(), multi_avg_fn=multi_avg_fn, use_buffers=use_buffers)
         vars(self)["source"] = model  # not a submodule
         self.first_step, self.every, self.validate = int(first_step), int(every), bool(validate)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from ..errors import PhotinusError
@@ -12,7 +11,7 @@ from ..parallel.exchange.agreement import from_rank_0
 from ..runlog.tables import Row
 from ..runlog.units import number, plural
 from ..words import hint
-from .data.arguments import check_all, refuse_if, whole_number
+from .data.arguments import checking, whole_number
 from .session.progress import say
 
 
@@ -38,16 +37,15 @@ class EarlyStopping:
     """
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0) -> None:
-        is_name = isinstance(metric, str) and bool(metric.removeprefix("-"))
-        example = f'EarlyStopping({metric!r}): needs the name of a metric that is logged, such as "accuracy" or "-loss"'
-        rises = f"EarlyStopping({metric!r}): the lowest loss is best: write EarlyStopping('-{metric}')"
-        is_number = isinstance(min_delta, (int, float)) and 0 <= min_delta < math.inf
-        check_all(
-            partial(refuse_if, not is_name, TypeError(example)),
-            partial(refuse_if, metric in ("loss", "valid_loss"), ValueError(rises)),
-            partial(whole_number, "patience", patience, least=1),
-            partial(refuse_if, not is_number, ValueError(f"min_delta={min_delta!r}: needs a number from 0")),
-        )
+        with checking() as check:
+            example = 'needs the name of a metric that is logged, such as "accuracy" or "-loss"'
+            is_name = isinstance(metric, str) and metric.removeprefix("-")
+            check(is_name, f"EarlyStopping({metric!r}): {example}", TypeError)
+            rises = f"EarlyStopping({metric!r}): the lowest loss is best: write EarlyStopping('-{metric}')"
+            check(metric not in ("loss", "valid_loss"), rises)
+            check.call(whole_number, "patience", patience, least=1)
+            is_number = isinstance(min_delta, (int, float)) and 0 <= min_delta < math.inf
+            check(is_number, f"min_delta={min_delta!r}: needs a number from 0")
         self.metric, self.patience, self.min_delta = metric, int(patience), float(min_delta)
         self.name = metric.removeprefix("-")
         self.best: float | None = None

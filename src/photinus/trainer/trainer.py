@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..runlog.units import plural
 from ..words import hint
 from .averages import Average
 from .checkpoint.states import unwrap
-from .data.arguments import check_all, explains_unknown, refuse_if
+from .data.arguments import checking, explains_unknown
 from .data.loader import Loader, make_loader
 from .early_stopping import EarlyStopping
 from .evaluation import Metric, check_functions, evaluate
@@ -155,27 +154,25 @@ class Trainer:
             "save": Saving() if save is None else save,
             "report": Reporting() if report is None else report,
         }
-        every = f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"'
         self._scaler = precision if isinstance(precision, torch.amp.GradScaler) else None
         precision = "float16" if isinstance(precision, torch.amp.GradScaler) else precision
-        width = f"precision={precision!r}: needs {', '.join(map(repr, _PRECISIONS))} or a torch.amp.GradScaler"
-        is_norm = clip_norm is None or (hasattr(clip_norm, "__float__") and clip_norm > 0)
-        norm = f"clip_norm={clip_norm!r}: needs a number above 0, or None"
-        unfit = "metrics take outputs and targets, which only loss_fn gives: call photinus.evaluate in a callback"
-        own = [name for name in (*OWN_COLUMNS, "valid_loss") if isinstance(metrics, Mapping) and name in metrics]
-        taken = f"metrics: {' and '.join(map(repr, own))}: a column of that name is filled anyway; take another name"
-        check_all(
-            partial(check_options, **self._loop_options),
-            partial(_check_kinds, {"loss_fn": loss_fn, "step": step}, metrics, scheduler, callbacks),
-            partial(refuse_if, None not in (loss_fn, step), TypeError("give loss_fn or step, not both")),
-            partial(refuse_if, metrics and loss_fn is None, ValueError(unfit)),
-            partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
-            partial(refuse_if, precision not in _PRECISIONS, ValueError(width)),
-            partial(refuse_if, not is_norm, ValueError(norm)),
-            partial(refuse_if, own, ValueError(taken)),
-            partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
-            partial(find_strategy, strategy),
-        )
+        with checking() as check:
+            check.call(check_options, **self._loop_options)
+            check.call(_check_kinds, {"loss_fn": loss_fn, "step": step}, metrics, scheduler, callbacks)
+            check(None in (loss_fn, step), "give loss_fn or step, not both", TypeError)
+            unfit = "metrics take outputs and targets, which only loss_fn gives: call photinus.evaluate in a callback"
+            check(loss_fn is not None or not metrics, unfit)
+            every = f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"'
+            check(scheduler_every in ("epoch", "step"), every)
+            width = f"precision={precision!r}: needs {', '.join(map(repr, _PRECISIONS))} or a torch.amp.GradScaler"
+            check(precision in _PRECISIONS, width)
+            is_norm = clip_norm is None or (hasattr(clip_norm, "__float__") and clip_norm > 0)
+            check(is_norm, f"clip_norm={clip_norm!r}: needs a number above 0, or None")
+            own = [name for name in (*OWN_COLUMNS, "valid_loss") if isinstance(metrics, Mapping) and name in metrics]
+            names = " and ".join(map(repr, own))
+            check(not own, f"metrics: {names}: a column of that name is filled anyway; take another name")
+            check.call(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps)
+            check.call(find_strategy, strategy)
         self._model, self._optimizer = model, optimizer
         without = StepObjective(step) if step else OutputObjective()
         self._objective = without if loss_fn is None else Objective(loss_fn)

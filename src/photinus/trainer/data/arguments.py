@@ -6,7 +6,8 @@ import functools
 import inspect
 import operator
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -48,25 +49,36 @@ def explains_unknown(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def check_all(*checks: Callable[[], Any]) -> None:
-    """Make all the checks, and raise their TypeErrors and ValueErrors as one error with a line for each."""
-    # All in one: on a cluster each start that finds but one mistake costs minutes in a queue.
-    errors: list[TypeError | ValueError] = []
-    for check in checks:
+class Checks:
+    """Collects what is wrong with some arguments; see `checking`."""
+
+    def __init__(self) -> None:
+        self.errors: list[TypeError | ValueError] = []
+
+    def __call__(self, is_right: Any, text: str, kind: type[TypeError | ValueError] = ValueError) -> None:
+        """Note an error of this text and kind unless something is right."""
+        if not is_right:
+            self.errors.append(kind(text))
+
+    def call(self, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Note the TypeError or ValueError that a function raises."""
         try:
-            check()
+            check(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise (TypeError if isinstance(errors[0], TypeError) else ValueError)("\n".join(map(str, errors)))
+            self.errors.append(error)
 
 
-def refuse_if(wrong: Any, error: Exception) -> None:
-    """Raise the error if something is wrong: a check for `check_all`."""
-    if wrong:
-        raise error
+@contextmanager
+def checking() -> Iterator[Checks]:
+    """A block of checks, which raises at its end all that they noted as one error, a line for each."""
+    # All in one: on a cluster each start that finds but one mistake costs minutes in a queue.
+    checks = Checks()
+    yield checks
+    if len(checks.errors) == 1:
+        raise checks.errors[0]
+    if checks.errors:
+        kind = TypeError if isinstance(checks.errors[0], TypeError) else ValueError
+        raise kind("\n".join(map(str, checks.errors)))
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from ...parallel.exchange.agreement import JSON
 from ..checkpoint.position import Length
-from ..data.arguments import check_all, refuse_if, whole_number
+from ..data.arguments import checking, whole_number
 from .config import user_options
 from .loggers import Logger
 from .settings import show
@@ -49,15 +48,15 @@ class Saving:
     snapshot_every: int | None = None
 
     def __post_init__(self) -> None:
-        metric = f'best={self.best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"'
-        is_name = self.best is None or (isinstance(self.best, str) and self.best.removeprefix("-"))
         numbers = {"every_epochs": self.every_epochs, "keep_last": self.keep_last}
         numbers |= {} if self.every_steps is None else {"every_steps": self.every_steps}
-        check_all(
-            *(partial(whole_number, name, value, least=1) for name, value in numbers.items()),
-            partial(whole_number, "snapshot_every", self.snapshot_every or 0),
-            partial(refuse_if, not is_name, TypeError(metric)),
-        )
+        with checking() as check:
+            for name, value in numbers.items():
+                check.call(whole_number, name, value, least=1)
+            check.call(whole_number, "snapshot_every", self.snapshot_every or 0)
+            metric = f'best={self.best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"'
+            is_name = self.best is None or (isinstance(self.best, str) and self.best.removeprefix("-"))
+            check(is_name, metric, TypeError)
         numbers |= {} if self.snapshot_every is None else {"snapshot_every": self.snapshot_every}
         for name, value in numbers.items():  # numpy's numbers are not JSON's
             object.__setattr__(self, name, int(value))
@@ -90,11 +89,13 @@ class Reporting:
     def __post_init__(self) -> None:
         for name in ("progress", "curves"):
             value = getattr(self, name)
-            refuse_if(not isinstance(value, bool), TypeError(f"{name} needs True or False, not {value!r}"))
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} needs True or False, not {value!r}")
         loggers: Any = self.loggers if isinstance(self.loggers, Sequence) else [None]
         wrong = [each for each in loggers if isinstance(each, type) or not callable(getattr(each, "log", None))]
-        needed = "needs a list of objects with log(step, row), such as [photinus.TensorBoard()]"
-        refuse_if(bool(wrong), TypeError(f"loggers={self.loggers!r}: {needed}"))
+        if wrong:
+            needed = "needs a list of objects with log(step, row), such as [photinus.TensorBoard()]"
+            raise TypeError(f"loggers={self.loggers!r}: {needed}")
         user_options(self.config)
 
 
@@ -110,16 +111,15 @@ _KINDS: dict[str, tuple[Any, str]] = {
 def check_options(**options: Any) -> None:
     """Refuses options of a Loop that cannot be right, all at once, and before model and data set are looked at."""
     every, report = options["validate_every_steps"], options["report"]
-    needs = {name: f"{name}={options[name]!r}: needs {text}" for name, (_, text) in _KINDS.items()}
-    wrong = [name for name, (kind, _) in _KINDS.items() if not isinstance(options[name], (kind, type(None)))]
-    folder = "loggers=[...] need the run's folder, for the id of the run or its files: give out=..., too"
-    check_all(
-        partial(Length, options["epochs"], options["steps"]),
-        partial(whole_number, "accumulate", options["accumulate"], least=1),
-        partial(whole_number, "validate_every_steps", 1 if every is None else every, least=1),
-        *(partial(refuse_if, True, TypeError(needs[name])) for name in wrong),
-        partial(refuse_if, getattr(report, "loggers", ()) and options["out"] is None, ValueError(folder)),
-    )
+    with checking() as check:
+        check.call(Length, options["epochs"], options["steps"])
+        check.call(whole_number, "accumulate", options["accumulate"], least=1)
+        check.call(whole_number, "validate_every_steps", 1 if every is None else every, least=1)
+        for name, (kind, text) in _KINDS.items():
+            value = options[name]
+            check(value is None or isinstance(value, kind), f"{name}={value!r}: needs {text}", TypeError)
+        folder = "loggers=[...] need the run's folder, for the id of the run or its files: give out=..., too"
+        check(options["out"] is not None or not getattr(report, "loggers", ()), folder)
 
 
 @dataclass(frozen=True)
