@@ -5,7 +5,7 @@ checkpoint/  complete or absent, verified before use, without pickle
 session/     this process in its job: device, group, wrapped models, preemption
 record/      what a run measures and leaves in its folder
 averages     averages of the weights, and the statistics of their batch norms
-backwards    which gradients a loop made: a step on others is an error; and backward in a loop of your own
+step_ledger  the backwards, losses and optimizer steps of a loop's step; and backward in a loop of your own
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    from a batch to its loss, and the weight of that
 optimizer_modes  optimizers that train other weights than those to use (schedule-free)
@@ -22,7 +22,6 @@ trainer      the whole training in one call
 from __future__ import annotations
 
 from .averages import Average, update_bn
-from .backwards import backward
 from .checkpoint.folder import CheckpointFolder
 from .checkpoint.statefile import load, save
 from .checkpoint.states import unwrap
@@ -37,6 +36,7 @@ from .record.trackers import MLflow, TensorBoard, Wandb
 from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
 from .session.wrapping import wrap
+from .step_ledger import backward
 from .trainer import Result, Trainer
 
 __all__ = [

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from ..parallel.tracing.spans import span
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from .averages import Average
-from .backwards import Backwards, check_loss
 from .checkpoint.kept import Kept
 from .checkpoint.position import Length, Position
 from .data import rng
@@ -61,7 +60,8 @@ from .session.wrapping import (
     exchanges_gradients,
 )
 from .snapshots import Snapshots
-from .weighted_means import WeightedMeans, values_of, zero_gradients
+from .step_ledger import StepLedger, parameters_with_gradients
+from .weighted_means import values_of
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take
@@ -193,8 +193,8 @@ class Loop:
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._backwards = Backwards(optimizers, self._replicas, [*averages.values()])
-        self._means = WeightedMeans(session, models, partial(_parameters_of, models, optimizers))
+        kept = [*averages.values()]
+        self._ledger = StepLedger(session, models, optimizers, kept, self._numbers, self._clock, self._replicas)
         self._modes = OptimizerModes([optimizer, *others.values()], session.switching)
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
@@ -363,33 +363,15 @@ class Loop:
             PhotinusError: called outside the body of the loop; or gradients of a step before are there that no step of
                 the optimizer has used: only `accumulate` adds up gradients of several batches.
         """
-        batch = self._running_batch("loop.backward(loss)")
-        check_loss(loss)
-        self._backwards.backward_begins()
-        counts = weight is None or batch.samples  # not samples that a stream repeats
-        own, factor, counted_share = self._means.part(weight if counts else 0, share)
-        if weight is None:
-            self.record(loss, share=share)
-            factor = self.weight * share
-        elif self._backwards.add():  # by samples, as the log adds up
-            self._numbers.add(loss.detach() * (own / batch.weight) if own else torch.zeros_like(loss), counted_share)
-        # Without a factor the bits are those of a script for one process.
-        weighted = loss if factor == 1.0 else loss * factor
-        weighted = weighted if scaler is None else scaler.scale(weighted)
-        self._clock.backward_began()
-        self._means.backward_began()
-        with nullcontext() if factor else zero_gradients(weighted):
-            weighted.backward()
-        if weight is not None:
-            self._means.backward_ended()
-        self._backwards.backward_ended()
-        self._clock.backward_ended()
+        self._running_batch("loop.backward(loss)")
+        self._ledger.backward(loss, weight, share, scaler)
 
     @property
     def weight(self) -> float:
         """Return the weight of this rank's mean loss in the step: 1.0 if all ranks have the same number of samples, and
         a step has one batch."""
-        return self._running_batch("loop.weight").weight / self._batches_of_step
+        self._running_batch("loop.weight")
+        return self._ledger.weight
 
     def record(self, loss: Tensor, *, share: float = 1.0) -> None:
         """Log the loss of a backward that you run yourself, such as `(loss * loop.weight).backward()`.
@@ -403,9 +385,7 @@ class Loop:
             PhotinusError: called outside the body of the loop.
         """
         self._running_batch("loop.backward(loss)")
-        check_loss(loss)
-        if self._backwards.add():
-            self._numbers.add(loss, share)
+        self._ledger.record(loss, share)
 
     def _running_batch(self, what: str) -> Batch:
         if self._batch is None:
@@ -453,7 +433,7 @@ class Loop:
         self._clock.optimizing_began()
         norm = None if max_norm is None else self._strategy.clip(self._wrapped, max_norm, norm_type)
         if value is not None:
-            for parameter in _parameters_of([self.model], [self._optimizer]):
+            for parameter in parameters_with_gradients([self.model], [self._optimizer]):
                 values_of(parameter.grad).clamp_(-value, value)
         self._clock.optimizing_ended()
         return norm
@@ -512,7 +492,7 @@ class Loop:
         self._restore_random_numbers()
         position, clock = self._position, self._clock
         clock.start()
-        self._backwards.begin()
+        self._ledger.begin()
         self._modes.begin()
         self._snapshots.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
@@ -529,18 +509,17 @@ class Loop:
                     self._batch = batch
                     if self._loader.shards:  # as many are read ahead as can be in a step
                         self._batches_per_epoch = batch.index + 1 + batch.to_come
-                    self._numbers.begin_batch(position.step + 1, self.epoch, batch)
-                    size, step_ended = self._batches_of_step, self.step_due
-                    is_first = self._batches_done == 0
-                    self._backwards.body_began(position.step + 1, is_first=is_first, may_step=step_ended)
-                    self._means.body_began(batches=size, is_first=is_first, is_last=step_ended)
+                    step_ended = self.step_due
+                    self._ledger.body_began(
+                        batch, position.step + 1, self.epoch, batches=self._batches_of_step,
+                        is_first=self._batches_done == 0, may_step=step_ended,
+                    )  # fmt: skip
                     with nullcontext() if step_ended else self._gathering():
                         yield batch.data
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None
-                    self._backwards.body_ended()
-                    self._means.body_ended()
+                    self._ledger.body_ended()
                     position.batches_done += 1
                     position.samples_in_part += batch.global_samples
                     self._batches_done += 1
@@ -549,7 +528,6 @@ class Loop:
                         self._progress.step(batch.global_samples, position.newest)
                         continue
                     self._batches_done = 0
-                    self._numbers.end_step()
                     position.step += 1
                     keeps = self._snapshots.settle(position.step, self._saved_step)
                     status.tell(steps=position.step)
@@ -563,14 +541,13 @@ class Loop:
             has_ended = True
         finally:
             clock.stop()
-            self._backwards.end()
+            self._ledger.end()
             self._modes.end(is_finished=has_ended)
             self._snapshots.end()
             note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
             if self._batch is not None:  # the body was left early
                 self._batch = None
-                self._backwards.body_ended()
-                self._numbers.drop_last()
+                self._ledger.body_ended(is_left=True)
             self._progress.close()
             self._signals.close()
             self._folder.settle()  # left early
@@ -661,7 +638,7 @@ class Loop:
 
     def _end_row(self, epoch_ended: bool) -> None:
         position, every = self._position, self._spec.validate_every_steps
-        rate = self._backwards.rate
+        rate = self._ledger.rate
         if rate is None:  # no step was seen, or the optimizer finds its rates itself
             rate = next((group.get("lr") for group in self._optimizer.param_groups), None)
         whole = position.batches_done == self._batches_per_epoch if every is None else position.step % every == 0
@@ -722,13 +699,6 @@ class Loop:
         how = f"{how}, {shown}" if shown else how
         memory = ", ".join(filter(None, (self._snapshots.describe(), self._saves.describe())))
         return "\n".join(filter(None, (how, self._folder.describe(), memory)))
-
-
-def _parameters_of(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """All parameters that have gradients, each once."""
-    stepped = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    found = {id(each): each for some in (*(model.parameters() for model in models), *stepped) for each in some}
-    return [each for each in found.values() if each.grad is not None]
 
 
 def measurements(row: Row) -> Row:

@@ -1,7 +1,8 @@
-"""The gradients that a loop made: a step on others is an error, because they lack their weight, and the log their loss.
+"""What the bodies of a step of a loop do: their backwards, losses and optimizer steps.
 
-So is a step on gradients of an earlier body: only `accumulate` adds them up. A checkpoint between two bodies has no
-gradients, and whoever goes on from it would lose them.
+A step on gradients that the loop did not make is an error, because they lack their weight, and the log their loss. A
+step on gradients of an earlier body is an error, too: only `accumulate` adds them up. A checkpoint between two bodies
+has no gradients, and a run that goes on from it would lose them.
 
 Each step is also noted for the comparison of the ranks: its options, whether gradients of the last step were kept, and
 which parts of parameters something else has changed since (torch counts changes in place): no other rank has a copy of
@@ -11,21 +12,25 @@ these to compare with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from ..errors import PhotinusError
 from ..optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ..parallel.zero.split_states import is_split, own_part
 from .averages import Average
-from .data.loader import running_weight
+from .data.loader import Batch, running_weight
+from .record.run_numbers import RunNumbers
+from .record.step_clock import StepClock
 from .session.replicas import Replicas
-from .session.session import require_session
+from .session.session import Session, require_session
+from .weighted_means import WeightedMeans, zero_gradients
 
 
 @dataclass
@@ -54,26 +59,36 @@ class _Gradients:
         return gradient is None or (gradient._version != self.version and (self.is_used or not bool(gradient.any())))
 
 
-class Backwards(StepWatcher):
-    """Counts the backwards of a loop, and for each optimizer which of them it has used.
+class StepLedger(StepWatcher):
+    """Runs the backwards of a loop, and knows for each optimizer which of them it has used.
 
     Args:
-        optimizers: whose steps are looked at while a body runs.
+        models, optimizers: that the loop trains; the optimizers' steps are looked at while a body runs.
+        numbers: takes the losses.
+        clock: takes the times of backwards.
         replicas: takes what is noted of each step.
         averages: take the weights after each step in a body; after the body, if only an optimizer inside of another was
             seen to step (Lookahead moves the weights after that).
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas, averages: Sequence[Average]
+        self,
+        session: Session,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        averages: Sequence[Average],
+        numbers: RunNumbers,
+        clock: StepClock,
+        replicas: Replicas,
     ) -> None:
-        self._optimizers = optimizers
-        self._replicas = replicas
-        self._averages = averages
+        self._optimizers, self._averages = optimizers, averages
+        self._numbers, self._clock, self._replicas = numbers, clock, replicas
+        self._means = WeightedMeans(session, models, partial(parameters_with_gradients, models, optimizers))
         self._stepped_inside: set[int] = set()  # in the running body
         self._has_begun = False
         self._hooks: list[Any] = []
-        self._watched = False  # while a body of the loop runs
+        self._batch: Batch | None = None  # of the running body
+        self._batches = 1  # of the running step
         self._may_step = True  # in the running body
         self._step = 0  # of the loop
         self._body, self._first_body = 0, 0  # the running one, from 1, and the first one of its step
@@ -112,25 +127,72 @@ class Backwards(StepWatcher):
         while self._hooks:
             self._hooks.pop().remove()
 
-    def body_began(self, step: int, *, is_first: bool, may_step: bool) -> None:
-        """The loop hands out a batch of a step: the first one, or the last one, in which it `may_step`."""
+    def body_began(self, batch: Batch, step: int, epoch: int, *, batches: int, is_first: bool, may_step: bool) -> None:
+        """The loop hands out one of the batches of a step: the first one, or the last one, in which it `may_step`."""
+        self._numbers.begin_batch(step, epoch, batch)
+        self._means.body_began(batches=batches, is_first=is_first, is_last=may_step)
+        self._batch, self._batches = batch, batches
         self._body += 1
         if is_first:
             self._first_body, self._cleared = self._body, set()
             self._made, self._used = 0, [0] * len(self._optimizers)
-        self._watched, self._may_step, self._step, self._evaluations = True, may_step, step, 0
+        self._may_step, self._step, self._evaluations = may_step, step, 0
 
-    def body_ended(self) -> None:
-        """The body came to its end, or was left."""
-        self._watched = False
+    def body_ended(self, *, is_left: bool = False) -> None:
+        """The body came to its end, or was left, and does not count. Raises PhotinusError if its losses are parts of a
+        mean that is not whole."""
+        self._batch = None
         if self._made > max(self._used):  # by hand, perhaps, which nothing saw
-            self.backward_ended()
+            self._note_gradients()
         while self._stepped_inside:
             self._report_step(self._stepped_inside.pop())
         for average in self._averages:
             average.catch_up()
+        if is_left:
+            self._numbers.drop_last()
+            return
+        self._means.body_ended()
+        if self._may_step:
+            self._numbers.end_step()
 
-    def add(self) -> bool:
+    @property
+    def weight(self) -> float:
+        """See `Loop.weight`."""
+        assert self._batch is not None
+        return self._batch.weight / self._batches
+
+    def record(self, loss: Tensor, share: float) -> None:
+        """See `Loop.record`."""
+        check_loss(loss)
+        if self._count():
+            self._numbers.add(loss, share)
+
+    def backward(self, loss: Tensor, weight: Any, share: float, scaler: Any) -> None:
+        """See `Loop.backward`."""
+        check_loss(loss)
+        self._look_at_older()
+        batch = self._batch
+        assert batch is not None
+        counts = weight is None or batch.samples  # not samples that a stream repeats
+        own, factor, counted_share = self._means.part(weight if counts else 0, share)
+        if weight is None:
+            self.record(loss, share)
+            factor = self.weight * share
+        elif self._count():  # by samples, as the log adds up
+            self._numbers.add(loss.detach() * (own / batch.weight) if own else torch.zeros_like(loss), counted_share)
+        # Without a factor the bits are those of a script for one process.
+        weighted = loss if factor == 1.0 else loss * factor
+        weighted = weighted if scaler is None else scaler.scale(weighted)
+        self._clock.backward_began()
+        self._means.backward_began()
+        with nullcontext() if factor else zero_gradients(weighted):
+            weighted.backward()
+        if weight is not None:
+            self._means.backward_ended()
+        self._note_gradients()
+        self._clock.backward_ended()
+
+    def _count(self) -> bool:
         """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""
         self._made += 1
         for place, gradients in [*self._gradients.items()]:
@@ -139,9 +201,9 @@ class Backwards(StepWatcher):
                 self._note_used(place, gradients.parameter)
         return self._evaluations <= 1
 
-    def backward_begins(self) -> None:
-        """Look at the gradients of earlier bodies. Raise PhotinusError unless those of this step are there, and others
-        are not, which no step has used.
+    def _look_at_older(self) -> None:
+        """Look at the gradients of earlier bodies, before a backward. Raise PhotinusError if those of this step are
+        gone, or others are there that no optimizer step has used.
 
         Of several optimizers it is an error only if this one steps: another's loss may have left the gradients.
         """
@@ -155,7 +217,7 @@ class Backwards(StepWatcher):
             self._refuse_cleared(0)
             self._refuse_older(0)
 
-    def backward_ended(self) -> None:
+    def _note_gradients(self) -> None:
         """Remember the gradients that are there."""
         for place, optimizer in enumerate(self._optimizers):
             found = next((p for p in _parameters_of(optimizer) if p.grad is not None), None)
@@ -203,19 +265,19 @@ class Backwards(StepWatcher):
         if place == 0:
             rate = optimizer.param_groups[0].get("lr")
             self.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
-        if self._watched and not self._may_step:
+        if self._batch is not None and not self._may_step:
             raise PhotinusError(
                 f"{type(optimizer).__name__}.step() before the last batch of step {self._step}: with accumulate=... "
                 f"the ranks' gradients are averaged in the last one. Write `if loop.step_due: optimizer.step()`."
             )
-        if self._watched:
+        if self._batch is not None:
             self._refuse_cleared(place)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:  # a closure has its backward inside the step
-            if self._watched:
+            if self._batch is not None:
                 self._refuse_older(place)
             self._check(place, optimizer)
-        if self._watched and place in self._versions:
+        if self._batch is not None and place in self._versions:
             changed = [each for each, version in self._versions[place] if each._version != version]
             between = {
                 "gradients of the step before kept": self._kept.pop(place, False),
@@ -237,7 +299,7 @@ class Backwards(StepWatcher):
         self._check(place, optimizer)
         self._evaluations, self._used[place] = 0, self._made
         self._note_used(place)
-        if self._watched:
+        if self._batch is not None:
             self._replicas.note(self._call(place), *optimizer.param_groups)
             self._versions[place] = [(each, each._version) for each in _parameters_of(optimizer) if is_split(each)]
             self._stepped_inside.discard(place)
@@ -262,7 +324,7 @@ class Backwards(StepWatcher):
                     self._stepped_inside.add(place)
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
-        if not (self._watched and self._made == self._used[place] and _has_gradients(optimizer)):
+        if not (self._batch is not None and self._made == self._used[place] and _has_gradients(optimizer)):
             return
         if self._made:
             raise PhotinusError(
@@ -292,6 +354,13 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
             if gradient.is_sparse or bool(gradient.any()):
                 return True
     return False
+
+
+def parameters_with_gradients(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """Return all parameters that have gradients, each once."""
+    parameters = [*(each.parameters() for each in models), *map(_parameters_of, optimizers)]
+    found = {id(each): each for some in parameters for each in some}
+    return [each for each in found.values() if each.grad is not None]
 
 
 def backward(loss: Tensor, *, weight: float | None = None) -> None:
