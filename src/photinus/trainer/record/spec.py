@@ -12,7 +12,7 @@ from typing import Any
 
 from ...parallel.exchange.agreement import JSON
 from ..checkpoint.position import Length
-from ..data.arguments import checking, whole_number
+from ..data.arguments import check_flag, checking, whole_number
 from .config import user_options
 from .loggers import Logger
 from .settings import show
@@ -88,9 +88,7 @@ class Reporting:
 
     def __post_init__(self) -> None:
         for name in ("progress", "curves"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} needs True or False, not {value!r}")
+            check_flag(name, getattr(self, name))
         loggers: Any = self.loggers if isinstance(self.loggers, Sequence) else [None]
         wrong = [each for each in loggers if isinstance(each, type) or not callable(getattr(each, "log", None))]
         if wrong:
