@@ -193,8 +193,9 @@ class Loop:
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        kept = [*averages.values()]
-        self._ledger = StepLedger(session, models, optimizers, kept, self._numbers, self._clock, self._replicas)
+        self._ledger = StepLedger(
+            session, models, optimizers, [*averages.values()], self._numbers, self._clock, self._replicas
+        )
         self._modes = OptimizerModes([optimizer, *others.values()], session.switching)
         self._saves = Saves(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.

@@ -1,4 +1,4 @@
-"""What the bodies of a step of a loop do: their backwards, losses and optimizer steps.
+"""The books of a loop's step: its backwards, losses and optimizer steps.
 
 A step on gradients that the loop did not make is an error, because they lack their weight, and the log their loss. A
 step on gradients of an earlier body is an error, too: only `accumulate` adds them up. A checkpoint between two bodies

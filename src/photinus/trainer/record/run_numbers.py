@@ -97,11 +97,11 @@ class RunNumbers:
         """The step's last body is over: its losses add up by their shares, as its gradients do."""
         step = self._steps[-1]
         parts, step.parts = step.parts, []
-        for loss, place, given in parts:
+        for loss, place, share in parts:
             # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
-            batch, share = step.batches[place - 1], given() if callable(given) else given
-            if batch.samples and share:  # else it is a mean of nothing, which is nan
-                factor = share / len(step.batches) * step.samples_of(batch) / step.samples
+            batch, part = step.batches[place - 1], share() if callable(share) else share
+            if batch.samples and part:  # else it is a mean of nothing, which is nan
+                factor = part / len(step.batches) * step.samples_of(batch) / step.samples
                 loss = loss if factor == 1.0 else loss * factor
                 step.loss = loss if step.loss is None else step.loss + loss
 
