@@ -1,9 +1,10 @@
 """Show an uncaught error with the user's lines and the message, without Photinus's own frames between them.
 
 Left out are the frames of Photinus, and those of libraries that it calls, on the way to code of the user's (a data set,
-a metric), and all that lies below the user's last line where Photinus raised on purpose: then the message says it. What
-nobody meant keeps every frame below that line: it may be a defect of ours. With PHOTINUS_FULL_TRACEBACK=1 all stay.
-Only what is printed at the end of a process is shortened: debuggers, loggers and tests see the error as it is.
+a metric), and all frames below the user's last line where Photinus raised on purpose: then the message says it. An
+error that Photinus did not raise on purpose keeps every frame below that line, because it may be a bug in Photinus.
+PHOTINUS_FULL_TRACEBACK=1 keeps all frames. Only what is printed at the end of a process is shortened: debuggers,
+loggers and tests see the error as it is.
 """
 
 from __future__ import annotations

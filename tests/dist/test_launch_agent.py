@@ -13,10 +13,9 @@ PLAY = """
 import os, sys
 from contextlib import closing
 from pathlib import Path
-from photinus.run.local.guard import start_guard
+from photinus.run.local.guard import as_subreaper, start_guard
 from photinus.run.local.interrupts import handle_signals
 from photinus.run.local.output import Output
-from photinus.run.local.processes import as_subreaper
 from photinus.run.local.store import StoreProcess
 
 folder = Path(sys.argv[1])

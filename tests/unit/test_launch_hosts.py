@@ -14,10 +14,10 @@ from collections.abc import Callable
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.job import channel, client, ports
+from photinus.job import channel, client, own_address
 from photinus.job.channel import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.job.deaths import Death, Raised
-from photinus.job.ports import PortTakenError, listen, local_addresses_of
+from photinus.job.own_address import PortTakenError, listen, local_addresses_of
 from photinus.job.restart_policy import Report
 from photinus.job.spec import HostSpec, JobSpec, Program
 from photinus.run.local import join
@@ -46,11 +46,11 @@ def test_own_addresses_are_told_from_others():
 
 def test_a_host_is_met_where_others_reach_it_by_ipv4_first_and_on_loopback_when_it_is_alone(monkeypatch):
     names = {"node1": ["127.0.1.1", "fd00::7", "10.0.0.7"], "gpu": ["127.0.1.1"], "10.0.0.7": ["10.0.0.7"]}
-    monkeypatch.setattr(ports, "local_addresses_of", names.__getitem__)
-    monkeypatch.setattr(ports, "listen", lambda address, port: address)
+    monkeypatch.setattr(own_address, "local_addresses_of", names.__getitem__)
+    monkeypatch.setattr(own_address, "listen", lambda address, port: address)
 
     def met(name, otherwise=None, alone=False):
-        return ports.listen_as(name, 1, or_another=False, otherwise=otherwise, alone=alone)
+        return own_address.listen_as(name, 1, or_another=False, otherwise=otherwise, alone=alone)
 
     assert met("node1") == "10.0.0.7"
     assert met("gpu", otherwise="10.0.0.7") == "10.0.0.7"

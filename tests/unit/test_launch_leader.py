@@ -23,7 +23,7 @@ from photinus.job.channel import answer, key_of
 from photinus.job.client import SeveralHosts, dial
 from photinus.job.deaths import Death, Raised
 from photinus.job.membership import Membership
-from photinus.job.ports import listen
+from photinus.job.own_address import listen
 from photinus.job.relay import Relay
 from photinus.job.restart_policy import Report, RestartPolicy
 from photinus.job.server import Leader, serve_in_thread

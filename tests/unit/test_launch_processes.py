@@ -18,11 +18,11 @@ from photinus.job.attempt import Formation
 from photinus.job.deaths import root_cause, suspension_words
 from photinus.job.spec import JobSpec, Program
 from photinus.job.worker_files import Head, key_of, make_image_files, pack_head, progress_bytes
-from photinus.run.local.guard import Guard
+from photinus.run.local.guard import Guard, as_subreaper
 from photinus.run.local.interrupts import Interrupted, handle_signals
 from photinus.run.local.job import Job
 from photinus.run.local.output import Output
-from photinus.run.local.processes import Processes, as_subreaper
+from photinus.run.local.processes import Processes
 
 DEADLINE_S = 30.0
 LOST_PEER = "exec('from photinus.errors import PeerLostError; raise PeerLostError()')\n"
@@ -132,7 +132,7 @@ def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path
     text = f"if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(0.3)\n{LOST_PEER}"
     with workers(tmp_path, text, count=3) as (processes, _, _):
         watch(processes, processes.any_failed)
-        processes.settle(DEADLINE_S, DEADLINE_S)  # ends by itself once every rank has spoken
+        processes.wait_for_reasons(DEADLINE_S, DEADLINE_S)  # ends by itself once every rank has spoken
         processes.stop(signal.SIGTERM, 5.0)
         deaths = processes.deaths()
         assert [d.rank for d in deaths] == [0, 1, 2]
@@ -145,7 +145,7 @@ def test_settling_waits_for_the_culprit_while_only_consequences_are_known(tmp_pa
     text = f"if rank == 0:\n    {LOST_PEER}time.sleep(0.6)\nraise ValueError('culprit')\n"
     with workers(tmp_path, text) as (processes, _, _):
         watch(processes, processes.any_failed)
-        processes.settle(0.05, DEADLINE_S)
+        processes.wait_for_reasons(0.05, DEADLINE_S)
         processes.stop(signal.SIGTERM, 5.0)
         assert root_cause(processes.deaths()).raised.text == "culprit"
 
@@ -154,7 +154,7 @@ def test_settling_does_not_wait_for_ranks_that_are_busy(tmp_path):
     with workers(tmp_path, "if rank == 0: sys.exit(3)\ntime.sleep(100)\n") as (processes, _, _):
         watch(processes, processes.any_failed)
         begun = time.monotonic()
-        processes.settle(0.1, DEADLINE_S)
+        processes.wait_for_reasons(0.1, DEADLINE_S)
         processes.stop(signal.SIGTERM, DEADLINE_S)
         assert time.monotonic() - begun < DEADLINE_S / 2
         first, second = processes.deaths()

@@ -37,7 +37,7 @@ def test_addresses_of_ipv6_that_mean_something_on_one_cable_only_are_left_out(mo
 
 
 ASK = """
-from photinus.job.ports import local_addresses_of
+from photinus.job.own_address import local_addresses_of
 from photinus.job.own_address import interface_of, outside_addresses
 print(outside_addresses(), [interface_of(each) for each in ("10.1.1.1", "10.1.1.2", "::ffff:10.1.1.2", "10.1.1.3")])
 print(local_addresses_of("10.1.1.2"), local_addresses_of("10.9.9.9"), local_addresses_of("127.0.0.9"))

@@ -4,8 +4,7 @@
     slurm           a step of srun, what its job asked for, and Slurm's short way to write many host names
     rendezvous      the address and port at which the ranks find each other
     cgroup          what the kernel says about this control group: CPU quota, memory, kills
-    own_address     the address by which other hosts know this one
-    ports           listening on one address of this host
+    own_address     the addresses by which other hosts know this one, and listening on one of them
     worker_files    the memory files between a worker and its launcher, and the heads of snapshots
     status          what a worker shows its launcher while it runs
     deaths          how workers ended, which of them was the first cause, and the words for it. Pure functions

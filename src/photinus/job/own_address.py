@@ -1,4 +1,4 @@
-"""The addresses by which the other hosts of a job know this one, and their interfaces. Nothing here sends anything.
+"""The addresses by which the other hosts of a job know this one, their interfaces, and listening on one of them.
 
 A host's own name is no way to find them: Debian has it at 127.0.1.1 in /etc/hosts, and elsewhere it may mean nothing.
 """
@@ -6,6 +6,7 @@ A host's own name is no way to find them: Debian has it at 127.0.1.1 in /etc/hos
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -13,16 +14,22 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from ..errors import LaunchError
 from .slurm import reachable_address
 
 Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
 _ANY_PORT = 9
+_BACKLOG = 4096
 _ELSEWHERE = "198.51.100.1"  # an address for examples, which no host has: asks for the way out
 _GET_FLAGS = 0x8913  # SIOCGIFFLAGS
 _GET_ADDRESSES, _REQUEST_DUMP, _ERROR, _DONE = 22, 0x301, 2, 3  # RTM_GETADDR, NLM_F_..., NLMSG_ERROR, NLMSG_DONE
 _ADDRESS, _LOCAL = 1, 2  # IFA_..., of a point to point link the other end's and the own
 _LOOPBACK_FLAG, _RUNNING_FLAG = 0x8, 0x40
+
+
+class PortTakenError(LaunchError):
+    """Another process listens on the port."""
 
 
 def own_address(name: str, others: Sequence[str] = ()) -> str:
@@ -125,6 +132,75 @@ def is_own(address: str) -> bool:
     """Return whether this host has the address. (A bind proves nothing: net.ipv4.ip_nonlocal_bind allows all.)"""
     ip = _parse(address)
     return ip.is_loopback or ip.is_unspecified or any(ip == own for _, own, _ in _all_addresses())
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket on this address only; port 0: one that is free.
+
+    Raises:
+        PortTakenError: another process has the port.
+        LaunchError: the address is none of this host, or the port needs rights that this user has not.
+    """
+    family, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0::4]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last job's connections may linger
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(
+                f"port {port} of {address} is taken by another process (`ss -ltnp 'sport = :{port}'` shows it). Give "
+                f"another with --master-port (the same on every host), or end that process.",
+            ) from None
+        raise LaunchError(f"cannot listen on {address} port {port}: {error.strerror}") from None
+    return listener
+
+
+def local_addresses_of(host: str) -> list[str]:
+    """The addresses of the name that belong to this host, best first; empty for another host.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    found = [str(where[0]) for *_, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    return list(filter(is_own, found))
+
+
+def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, alone: bool) -> socket.socket:
+    """A listening socket at this host's address of that name: bound before anybody is told of it, so nobody takes it.
+
+    Args:
+        name: name or address of this host, as the user typed it.
+        port: 0 for one that is free.
+        or_another: when the port is taken, one that is free is as good.
+        otherwise: an address at which this host was reached, for when the name means nothing here, or only loopback
+            (as in many a /etc/hosts).
+        alone: no other host has to reach it, so loopback will do.
+
+    Raises:
+        LaunchError: no address of this host is meant, or the port is taken.
+    """
+    own: list[str] = []
+    for each in (name, otherwise):
+        with contextlib.suppress(OSError):  # means nothing here
+            own += local_addresses_of(each) if each is not None else []
+    usable = [address for address in own if alone or not is_loopback(address)]
+    if not usable:
+        means = f"{own[0]} there" if own else "not one of its addresses"
+        raise LaunchError(
+            f"other hosts cannot reach {name}: it resolves to {means}. Write the host's address into the host file, or "
+            f"give --master-addr."
+        )
+    # IPv4 first: it is what clusters are wired for.
+    usable.sort(key=lambda address: ":" in address)
+    try:
+        return listen(usable[0], port)
+    except PortTakenError:
+        if not or_another:
+            raise
+        return listen(usable[0], 0)
 
 
 def interfaces() -> list[tuple[str, Address, int]]:

@@ -42,13 +42,13 @@ class Status:
 _status = Status()
 _file: int | None = None
 _counter: object = None
-_counts = True  # as long as nobody who knows better has told of steps
+_counts = True  # until `tell` gets steps
 
 
 def tell(
     *, letter: str | None = None, steps: int | None = None, saved: int | None = None, out: str | None = None
 ) -> None:
-    """Tells what has changed."""
+    """Write what has changed."""
     global _status, _counts
     _counts = _counts and steps is None
     changes: dict[str, Any] = {"letter": letter, "steps": steps, "saved": saved, "out": out}
@@ -56,7 +56,7 @@ def tell(
 
 
 def count_optimizer_steps() -> None:
-    """From now on tells of each step of a torch.optim optimizer, until `tell` is given steps by somebody."""
+    """From now on writes each step of a torch.optim optimizer, until `tell` gets steps from a loop."""
     if env.WORKER_FILES.get() is None:
         return
     from ..optimizer_steps import StepWatcher, watch_steps
@@ -81,7 +81,7 @@ def _write(status: Status) -> None:
     global _status, _file
     _status = status
     if _file is None and (path := WorkerFiles.of_this_process().status):
-        with contextlib.suppress(OSError):  # inherited from a launcher that is gone, or not our own: nobody reads
+        with contextlib.suppress(OSError):  # of a launcher that is gone
             _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     if _file is not None:
         line = f"{status.letter}{status.steps:>{_WIDTH}}{status.saved:>{_WIDTH}}{status.out}\n"

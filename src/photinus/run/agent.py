@@ -220,7 +220,7 @@ class Agent:
         """Ends the workers after a failure and tells the peers how they ended; returns what follows."""
         # Ranks that suspend leave at about the same time, each when it is done with what it has open.
         quiet_s = self._grace_s if processes.suspensions() else 0.0
-        processes.settle(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
+        processes.wait_for_reasons(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
         self._raise_if_interrupted()
         self._end(signal.SIGTERM, self._grace_s)
         self._raise_if_interrupted()
@@ -233,7 +233,7 @@ class Agent:
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
         if processes.suspensions():  # another host's ranks asked them to; they leave when all is saved
-            processes.settle(self._grace_s, self._grace_s)
+            processes.wait_for_reasons(self._grace_s, self._grace_s)
         if processes.any_failed():
             own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
             if own:

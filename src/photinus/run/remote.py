@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import PhotinusError, UsageError
-from ..job.ports import listen_as
+from ..job.own_address import listen_as
 from ..job.spec import JobSpec
 from ..version import __version__
 from .exit_code import run_as_process

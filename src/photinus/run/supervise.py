@@ -33,12 +33,11 @@ from .local.devices import (
     usable_cores,
     visible_devices,
 )
-from .local.guard import Guard, start_guard
+from .local.guard import Guard, as_subreaper, start_guard
 from .local.interrupts import Interrupted, Interrupts, handle_signals
 from .local.job import Job
 from .local.logs import Logs
 from .local.output import Output
-from .local.processes import as_subreaper
 from .local.start_method import StartMethod
 from .local.store import StoreProcess
 from .local.worker import python_command

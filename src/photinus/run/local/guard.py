@@ -1,4 +1,4 @@
-"""Ends everything when the launcher itself is killed.
+"""Ends everything that a job has started: what outlives a killed launcher, and (`as_subreaper`) what outlives a worker.
 
 A worker asks the kernel to die with its launcher (see `worker`), but its children (data loaders, compilers) do not.
 The guard is a process forked from the launcher before any threads are there: small, in a session of its
@@ -10,12 +10,14 @@ removes the folders that it was told of.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 
+_PR_SET_CHILD_SUBREAPER = 36
 _GOODBYE = b"goodbye\n"
 _LEAVE_S = 2.0
 _DYING_S = 5.0
@@ -74,6 +76,21 @@ def start_guard() -> Iterator[Guard]:
         yield guard
     finally:
         guard.close()
+
+
+@contextlib.contextmanager
+def as_subreaper() -> Iterator[None]:
+    """During the block, orphans among this process's descendants become its children.
+
+    So the children of a killed worker can be waited for, instead of being left to process 1 (in a container often
+    a program that never buries anybody).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # refused only by kernels before 3.4; then process 1 adopts
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _stand_guard(reading: int) -> None:

@@ -28,12 +28,12 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """The signals received so far. `fd` becomes readable with each; `drain` makes it quiet again."""
+    """The signals received so far. `fd` becomes readable with each, until `drain`."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.received: list[signal.Signals] = []
-        self.suspension_wanted = False  # SIGUSR1 has come, and nobody has acted upon it
+        self.suspension_wanted = False  # SIGUSR1 has come, and the workers have not been asked to suspend
         self.groups: set[int] = set()  # process groups of workers, to which _PASSED_ON is passed on
         self._first_at_s = 0.0
         self._raise_at_once = False
@@ -56,8 +56,8 @@ class Interrupts:
         if number in _PASSED_ON:
             self._pass_on(signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGWINCH)
             if number == signal.SIGTSTP:
-                signal.signal(number, signal.SIG_DFL)  # which stops nobody where no shell could say `fg`
-                signal.raise_signal(number)  # goes on behind this line after SIGCONT
+                signal.signal(number, signal.SIG_DFL)  # stops this process, unless no shell could continue it
+                signal.raise_signal(number)  # returns after SIGCONT
                 signal.signal(number, self.note)
                 self._pass_on(signal.SIGCONT)
             return
@@ -107,9 +107,9 @@ class Interrupts:
 def block_signals() -> Iterator[None]:
     """Processes started in the block never get the signals that end a job, from their first instruction on.
 
-    Slurm, systemd and `kill -- -PGID` signal every process of a job: what the launcher needs until the workers have
-    saved must outlive that, and is ended by the launcher (a closed pipe, SIGKILL). For a moment only: what comes to
-    this thread meanwhile waits for the end of the block.
+    Slurm, systemd and `kill -- -PGID` signal every process of a job. A process that the launcher needs until workers
+    have saved must survive that; the launcher ends it (a closed pipe, SIGKILL). Keep the block short: signals of this
+    thread wait for its end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
     try:

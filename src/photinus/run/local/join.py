@@ -18,8 +18,14 @@ from ...job.attempt import AttemptStore
 from ...job.channel import key_of
 from ...job.client import SeveralHosts
 from ...job.membership import Membership
-from ...job.own_address import is_loopback, means_this_host, outside_addresses
-from ...job.ports import PortTakenError, listen, local_addresses_of
+from ...job.own_address import (
+    PortTakenError,
+    is_loopback,
+    listen,
+    local_addresses_of,
+    means_this_host,
+    outside_addresses,
+)
 from ...job.restart_policy import RestartPolicy
 from ...job.server import Leader, serve_in_thread
 from ...job.spec import HostSpec

@@ -1,26 +1,25 @@
 """The worker processes of one attempt on this host: started, watched and ended.
 
-    start   each worker in a session and process group of its own, protected by the guard
-    wait    sleeps until a worker ends (pidfd), an interrupt comes or the time is over
-    settle  after the first failure: lets the others say what they saw
-    suspend asks them to save and leave, where they can
-    stop    a signal, a grace, then SIGKILL, for the workers first and then for what they left running
+    start             each worker in a session and process group of its own, protected by the guard
+    wait              sleeps until a worker ends (pidfd), an interrupt comes or the time is over
+    wait_for_reasons  after the first failure: gives the other workers a moment to fail and say why
+    suspend           asks the workers that can to save and exit
+    stop              a signal, a grace, then SIGKILL, for the workers first and then for what they left running
 
-What a worker started and left, also in a session of its own, becomes the launcher's child (see as_subreaper), which
-reaps it. So does what a shell had left that then became the launcher (`exec`), or, in a container whose first process
-the launcher is, anybody; that lacks the variables that workers have.
+A process that a worker started and left, also in a session of its own, becomes the launcher's child (see
+`guard.as_subreaper`), which reaps it. Other orphans can become its children, too: those of a shell whose place the
+launcher took (`exec`), and all of a container whose first process the launcher is. They lack the variables that workers
+have, and are not ended.
 
-A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
-another's, and a kill cannot strike a stranger.
+A worker that has ended is left unreaped until `stop`: until then no other process can get its pid and process group, so
+a kill cannot strike another process.
 
-What a worker writes about its end (an exception, the stack at a fatal signal) goes into memory files of the launcher,
-see `job.worker_files`.
+A worker writes about its end (an exception, the stack at a fatal signal) into memory files, see `job.worker_files`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import glob
 import os
 import select
@@ -28,7 +27,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +47,7 @@ from .worker import WORKER_FILE, python_command
 _KILLED_DIES_WITHIN_S = 5.0
 _LEFT_ENDS_WITHIN_S, _LEFT_DIES_WITHIN_S = 0.5, 0.5
 _SAY_LEFT_S = 1.0
-_SETTLE_STEP_S = 0.01
-_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.01
 _RECORD_LIMIT_BYTES = 1 << 20
 _OF_A_WORKER = f"{env.WORKER_FILES.name}="
 
@@ -82,7 +80,7 @@ class _Worker:
         return record is not None and record.raised_at_s is not None
 
     def ask(self, number: signal.Signals) -> None:
-        """Sends a signal, and makes a stopped process (SIGSTOP) go on, so that it can act upon it."""
+        """Sends a signal, and continues a process that is stopped (SIGSTOP), so that it can act upon the signal."""
         for each in (number, signal.SIGCONT):
             signal.pidfd_send_signal(self.pidfd, each)
 
@@ -180,7 +178,7 @@ class Processes:
     def suspend(self, grace_s: float) -> None:
         """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow, with this grace.
 
-        Returns earlier when one ends otherwise, without which the rest cannot save, or the user has asked twice.
+        Returns earlier when a worker ends without saving (the rest cannot save without it), and at a second interrupt.
         """
         self._asked_at_s = time.monotonic()
         deadline = self._asked_at_s + grace_s
@@ -191,9 +189,9 @@ class Processes:
         self._wait_for_ends(deadline, lambda: self._interrupts.forced or self._any_ended_unsaved())
 
     def kill_overdue(self, grace_s: float) -> None:
-        """Kills workers that raised an exception but have not left: the others wait for them in vain.
+        """Kills workers that raised an exception but have not exited, because the other workers wait for them.
 
-        A process can hang in its last moments (threads that are not daemons, a communicator's destructor).
+        A process can hang while it exits (threads that are not daemons, a communicator's destructor).
         """
         now = time.monotonic()
         for worker in self._workers:
@@ -206,28 +204,28 @@ class Processes:
                 worker.killed_by_us = True
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
 
-    def settle(self, timeout_s: float, culprit_timeout_s: float) -> None:
+    def wait_for_reasons(self, timeout_s: float, cause_timeout_s: float) -> None:
         """After the first failure, gives the other ranks a moment to fail by themselves and say why.
 
-        Ends early when each has ended or recorded an exception. While all that is known are consequences of a loss
-        (the kernel may take long to end a process with much memory or a GPU), waits up to `culprit_timeout_s`.
+        Returns early when each has ended or recorded an exception. While every known failure is a consequence of a lost
+        rank, waits up to `cause_timeout_s`: the kernel may take long to end a process with much memory or a GPU.
         """
         begun_at_s = time.monotonic()
         while not self._interrupts.received:
             elapsed_s = time.monotonic() - begun_at_s
             silent = [w for w in self._workers if w.status is None and not w.has_raised()]
-            culprit_known = any(not death.consequence for death in self.deaths())
-            if elapsed_s > (timeout_s if culprit_known or not silent else culprit_timeout_s):
+            cause_known = any(not death.consequence for death in self.deaths())
+            if elapsed_s > (timeout_s if cause_known or not silent else cause_timeout_s):
                 return
-            if not silent and (culprit_known or not self.any_running()):
+            if not silent and (cause_known or not self.any_running()):
                 return
-            self.wait(_SETTLE_STEP_S)
+            self.wait(_LOOK_S)
 
     def stop(self, ask: signal.Signals, grace_s: float) -> None:
         """Ends all workers, then what they left running: `ask`, then SIGKILL after the grace. Idempotent.
 
-        Whom `suspend` has asked is not asked again, and has what is left of the grace. A second interrupt
-        cuts it short. A stopped process (SIGSTOP) is made to go on, so that it can leave. What the workers left has
+        Workers that `suspend` has asked are not asked again, and have the rest of that grace. A second interrupt ends
+        the grace. A stopped worker (SIGSTOP) is continued, so that it can exit. Processes that the workers left get
         SIGTERM and a moment, for which the next attempt waits.
         """
         if self._stopped:
@@ -254,13 +252,13 @@ class Processes:
                 _signal(pid, signal.SIGTERM)
                 _signal(pid, signal.SIGCONT)
             while self._leftovers() and time.monotonic() < deadline and not self._interrupts.forced:
-                time.sleep(_SETTLE_STEP_S)
+                time.sleep(_LOOK_S)
         self._kill()
 
     def wait_for_leftovers(self, grace_s: float) -> None:
         """After a good end, waits for what the workers left running (a last `rsync &`); `stop` kills what remains.
 
-        What has a session of its own (tmux, ssh-agent) is meant to go on, and is left alone.
+        A process in a session of its own (tmux, ssh-agent) is not waited for and not ended.
         """
         begun_s, waited_s, has_said = time.monotonic(), 0.0, False
         while not self._interrupts.received:
@@ -310,7 +308,7 @@ class Processes:
         return deaths
 
     def finished_ranks(self) -> list[int]:
-        """The ranks that ended with exit code 0 before they were asked to leave."""
+        """Return the ranks that exited with code 0 before they were asked to exit."""
         return [worker.rank for worker in self._workers if worker.status == 0 and not worker.asked_to_leave]
 
     def steps(self) -> int:
@@ -318,18 +316,18 @@ class Processes:
         return max(worker.last_status().steps for worker in self._workers)
 
     def saved_step(self) -> int:
-        """The step of their run's newest snapshot on this host, or of a newer checkpoint; -1 for none."""
+        """Return the step of the run's newest snapshot on this host, or of a newer checkpoint; -1 for none."""
         run = key_of(self.out())
         steps = [{head.step for head in map(read_head, pair) if head and head.run == run} for pair in self._job.images]
         of_all = set.intersection(*steps) if steps else set()
         return max([*of_all, *(worker.last_status().saved for worker in self._workers), -1])
 
     def out(self) -> str:
-        """The run that they were in (see status.py)."""
+        """Return the run that the workers were in (see status.py)."""
         return max((worker.last_status().out for worker in self._workers), default="")
 
     def close(self) -> None:
-        """Lets go of the records of the ended workers."""
+        """Closes the files of the ended workers."""
         assert self._stopped
         for worker in self._workers:
             for file in (worker.error_file, worker.fault_file, worker.status_file):
@@ -395,7 +393,7 @@ class Processes:
             self._interrupts.groups.discard(worker.process.pid)
 
     def _leftovers(self) -> set[int]:
-        """Reaps what ended of that which workers have left, and returns the pids of the rest."""
+        """Reap the processes that workers left and that have ended; return the pids of those that run."""
         new = _children_of(os.getpid()) - self._others - {worker.process.pid for worker in self._workers}
         for pid in tuple(new):
             with contextlib.suppress(ChildProcessError):
@@ -437,21 +435,6 @@ class Processes:
             time.sleep(0.002)
         for worker in self._workers:
             self._guard.release(worker.process.pid)
-
-
-@contextlib.contextmanager
-def as_subreaper() -> Iterator[None]:
-    """During the block, orphans among this process's descendants become its children.
-
-    So the children of a killed worker can be waited for, instead of being left to process 1 (in a container often
-    a program that never buries anybody).
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # refused only by kernels before 3.4; then process 1 adopts
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _children_of(pid: int) -> set[int]:

@@ -6,8 +6,8 @@ Importing torch takes seconds and hundreds of MiB, so a launcher does without, a
 own (not in rank 0, which may so die like any other), forked where workers are (see `start_method`). The launcher binds
 the port; workers that come before the store is there wait in the queue of the listening socket.
 
-Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones in it
-and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives it.
+Torch's own rendezvous keeps one store for all attempts. After a restart, workers find the addresses of dead workers in
+it and connect to them (6 of 8 measured restarts failed so). Here each attempt has a new store.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import NoReturn
 from ...errors import LaunchError
 from ...job.attempt import tell_ended
 from ...job.deaths import name_signal
-from ...job.own_address import reaches_from
-from ...job.ports import listen
+from ...job.own_address import listen, reaches_from
 from .interrupts import block_signals
 from .job import LOOPBACK
 from .start_method import Forked, StartMethod
@@ -38,7 +37,7 @@ _MODULE = "photinus.run.local.store"
 
 
 class StoreProcess:
-    """The launcher's end. The process starts with the first store and serves all attempts, one after the other."""
+    """The launcher's end of the process, which starts with the first store and holds one store after the other."""
 
     def __init__(self, start_method: StartMethod | None = None, say: Callable[[str], object] | None = None) -> None:
         self._start_method, self._say, self._was_stopped = start_method, say, False
@@ -71,15 +70,13 @@ class StoreProcess:
             return bound
 
     def tell_ended(self, ranks: Iterable[int]) -> None:
-        """Lets workers know which others have ended well: they may wait for them to join a group."""
+        """Writes into the store which ranks have exited with code 0: workers may wait for these to join a group."""
         if self._control is not None:
             with contextlib.suppress(OSError):  # it ended: `loss` says so
                 self._control.send(" ".join(map(str, ("ended", *ranks))).encode())
 
     def loss(self) -> str:
-        """Says once that the process was killed, without which workers do not find each other; empty while it runs.
-
-        While it is stopped, workers wait for it: a line says so.
+        """Return once that the process was killed; empty while it runs. Prints a line when the process is stopped.
 
         Raises:
             LaunchError: it ended by itself, as it would again.
@@ -100,7 +97,7 @@ class StoreProcess:
         return f"{name} was killed by {name_signal(-code)}"
 
     def close(self) -> None:
-        """Ends the process; the store has nothing that is worth keeping."""
+        """Ends the process."""
         if self._process is None or self._control is None:
             return
         self._process.kill()

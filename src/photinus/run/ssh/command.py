@@ -15,7 +15,7 @@ from pathlib import Path
 from ... import env
 from ...env import VARIABLE_NAME
 from ...errors import UsageError
-from ...job.ports import local_addresses_of
+from ...job.own_address import local_addresses_of
 from ..local.worker import python_command
 from .hostfile import Host
 
