@@ -1390,7 +1390,7 @@ def test_a_logged_loss_is_that_of_its_step_where_its_memory_is_used_again(world:
     assert loop.history[0]["loss"] == 1.5
 
 
-@pytest.mark.parametrize("known", [True, False])  # checkpoints of earlier versions did not have the names
+@pytest.mark.parametrize("known", [True, False])  # whether the checkpoint names their parameters
 def test_parameter_groups_that_a_run_added_come_back_or_the_error_says_what_to_do(
     tmp_path: Path, world: Any, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

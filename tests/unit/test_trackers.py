@@ -214,6 +214,6 @@ def test_mlflow_holds_the_run_and_after_a_resume_the_same_run_goes_on(tmp_path: 
 
 
 def test_mlflow_takes_any_name_that_loop_log_takes() -> None:
-    from photinus.trainer.record.trackers import _name_for_mlflow
+    from photinus.trainer.record.loggers import _name_for_mlflow
 
     assert _name_for_mlflow("epoch/f1 (macro)@5%") == "epoch/f1 _macro__5_"

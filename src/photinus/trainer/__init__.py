@@ -31,8 +31,8 @@ from .evaluation import evaluate
 from .loop import Loop
 from .prediction import predict
 from .record.config import dataset_folder
+from .record.loggers import MLflow, TensorBoard, Wandb
 from .record.spec import Reporting, Saving
-from .record.trackers import MLflow, TensorBoard, Wandb
 from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
 from .session.wrapping import wrap

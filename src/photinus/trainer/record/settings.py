@@ -71,7 +71,7 @@ class Settings:
             CheckpointError: which parameters they have is not known.
         """
         for name, optimizer in self._optimizers.items():
-            theirs, ours = before.get("parameters", {}).get(name, []), self.given["parameters"][name]
+            theirs, ours = before["parameters"].get(name, []), self.given["parameters"][name]
             saved = states[name].get("param_groups", ())
             if len(saved) <= len(ours):
                 continue
@@ -93,8 +93,8 @@ class Settings:
 
     def in_our_order(self, name: str, before: Mapping[str, Any], state: Any) -> Any:
         """An optimizer's state with its parameters in the order of this one's: by their names. CheckpointError."""
-        ours, theirs = self.given["parameters"].get(name), before.get("parameters", {}).get(name)
-        if ours is None or theirs in (None, ours):
+        ours, theirs = self.given["parameters"].get(name), before["parameters"].get(name)
+        if None in (ours, theirs) or theirs == ours:
             return state
         groups = zip(theirs, state["param_groups"], strict=True)
         keys = {n: key for own, group in groups for n, key in zip(own, group["params"], strict=True)}
