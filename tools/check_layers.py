@@ -49,11 +49,11 @@ FLOORS = {
 # promise the lines keep.
 BUDGET = {
     "backend": 2246,
-    "cli": 1037,
+    "cli": 986,
     "compat": 617,
-    "job": 2291,
+    "job": 2294,
     "parallel": 5466,
-    "run": 3518,
+    "run": 3483,
     "runlog": 1145,
     "templates": 231,
     "tools": 2049,

@@ -44,12 +44,11 @@ assert options.local_rank == (world.local_rank if "expect" in os.environ.get("LO
 )
 FOUR_GPUS = """
 import os, sys
-def device_count(kind="cuda"):
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def device_count(kind, environ):
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
     return 4 if visible is None else len([name for name in visible.split(",") if name])
-from photinus.cli import run
 from photinus.run import supervise
-run.count_gpus = supervise.count_gpus = device_count
+supervise.count_gpus = device_count
 from photinus.cli.main import main
 main()
 """

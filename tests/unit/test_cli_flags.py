@@ -54,6 +54,8 @@ OUT, BOTH = frozenset({"out"}), frozenset({"out", "err"})
         ("--device='0, 3' --nproc-per-node 2 x.py", JobSpec(SCRIPT, 2, devices=(0, 3))),
         ("--device 0 --ranks-per-gpu 2 --nproc-per-node 2 x.py", JobSpec(SCRIPT, 2, devices=(0,), ranks_per_gpu=2)),
         ("--dry-run x.py", JobSpec(SCRIPT, dry_run=True)),
+        ("--use_env x.py", JobSpec(SCRIPT, use_env=True)),
+        ("--no_local_rank x.py", JobSpec(SCRIPT, use_env=True)),
         ("--monitor-interval 5 --force_multi x.py", JobSpec(SCRIPT)),
         ("--start_method spawn x.py", JobSpec(SCRIPT, start_method="spawn")),
         ("--start-method=forkserver x.py", JobSpec(SCRIPT, start_method="fork")),
@@ -109,8 +111,7 @@ def test_torchruns_flags_for_output() -> None:
         ("-H hosts -i a:0,1@b --ssh_port 2222 --export A,B --export C",
          {"hostfile": "hosts", "include": "a:0,1@b", "ssh_port": 2222, "export": ("A", "B", "C")}),
         ("-H hosts --num_nodes 2", {"hostfile": "hosts", "num_nodes": 2}),
-        ("--num_gpus 2 --no_local_rank", {"num_gpus": 2, "use_env": True}),
-        ("--use_env", {"use_env": True}),
+        ("--num_gpus 2", {"num_gpus": 2}),
     ],
 )  # fmt: skip
 def test_flags_of_deepspeed(line: str, fields: dict[str, object]) -> None:
@@ -252,8 +253,9 @@ def test_each_field_of_a_job_survives_the_way_to_another_host() -> None:
     hosts = HostSpec((1, 2), 1, "a", 7, True, "night", "b", 1.0, 2.0, 3.0)
     logs = LogSpec("logs", {-1: frozenset(), 0: OUT}, {1: BOTH}, frozenset({0, 2}))
     program = Program("module", "x", ("--lr", "0.1"), "--local_rank")
-    chosen = {"choice": "--num-gpus 2", "started_as": "a", "hosts": hosts, "logs": logs}
-    spec = JobSpec(program, "gpu", 7, True, (2, 0), 2, True, True, 0.5, "r", "spawn", 9.0, **chosen)  # type: ignore[arg-type]
+    chosen = {"use_env": True, "typed": "photinus run x", "choice": "--num-gpus 2", "started_as": "a"}
+    others = (2, True, True, 0.5, "r", "spawn", 9.0)
+    spec = JobSpec(program, "gpu", 7, True, (2, 0), (1,), *others, hosts=hosts, logs=logs, **chosen)  # type: ignore[arg-type]
     plain = JobSpec(SCRIPT)
     for one, other in ((spec, plain), (spec.hosts, plain.hosts), (spec.logs, plain.logs), (program, SCRIPT)):
         same = {each.name for each in dataclasses.fields(one) if getattr(one, each.name) == getattr(other, each.name)}

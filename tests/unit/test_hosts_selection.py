@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 
 from photinus.cli.flags import parse_run
 from photinus.cli.selection import for_this_host, select
-from photinus.errors import UsageError
-from photinus.job.spec import JobSpec
+from photinus.errors import DeviceError, UsageError
+from photinus.run.local.job import Job
+from photinus.run.plan import place_on_gpus, plan
 from photinus.run.ssh.hostfile import parse_hostfile
 
 HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
@@ -82,8 +87,17 @@ def test_a_host_without_slots_takes_devices_by_number_but_not_all_except_some():
         select(hosts, parse_run(["-H", "hosts", "-e", "a:0", "x.py"]))
 
 
-def here(*words: str, gpus: int = 4) -> JobSpec:
-    return for_this_host(parse_run([*words, "x.py"]), lambda: gpus)
+def here(*words: str, gpus: int = 4) -> Job:
+    """The job of this host; torch would see these GPUs without CUDA_VISIBLE_DEVICES."""
+    flags = parse_run([*words, "--no-python", "true"])
+    spec = replace(for_this_host(flags), choice=flags.typed("--include", "--exclude", "--num-gpus"))
+    environ = {"PATH": os.defpath}
+
+    def count_gpus(kind: str, environ: Mapping[str, str]) -> int:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        return gpus if visible is None else min(gpus, len(visible.split(",")))
+
+    return place_on_gpus(plan(spec, environ), count_gpus, cores=lambda: 8)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +108,15 @@ def here(*words: str, gpus: int = 4) -> JobSpec:
         (["--include", "localhost:1@localhost:3"], ["--device", "1,3"]),
         (["--include", "localhost:1,2", "--cpu"], ["--nproc-per-node", "2", "--cpu"]),
         (["--exclude", "localhost:0,2"], ["--device", "1,3"]),
+        (["--exclude", "localhost:0,2", "--cpu"], ["--nproc-per-node", "2", "--cpu"]),
         (["--num-gpus", "2"], ["--device", "0,1"]),
         (["--num_gpus=2", "--cpu"], ["--nproc-per-node", "2", "--cpu"]),
     ],
 )
 def test_without_a_host_file_they_choose_devices_of_this_host(words, same_as):
-    assert here(*words) == parse_run([*same_as, "x.py"]).spec
+    job, same = here(*words), here(*same_as)
+    assert job.local_world_size == same.local_world_size
+    assert (job.base_environ, job.gpus, job.notes) == (same.base_environ, same.gpus, same.notes)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +124,19 @@ def test_without_a_host_file_they_choose_devices_of_this_host(words, same_as):
     [
         (["--include", "b:0"], "without --hostfile there is only localhost. List b in a file"),
         (["--exclude", "localhost"], "leaves no hosts: without --hostfile there is only this one"),
-        (["--exclude", "localhost:0-3"], "none is left; torch sees 4 GPUs here"),
-        (["--exclude", "localhost:4"], "there is no GPU 4; torch sees 4 GPUs here"),
+        (["--exclude", "localhost:0-3"], "--exclude localhost:0-3: none is left; torch sees 4 GPUs here"),
+        (["--exclude", "localhost:4"], "--exclude localhost:4: there is no GPU 4; torch sees 4 GPUs here"),
         (["--include", "localhost:1,2", "--nproc-per-node", "3"], "chooses 2 devices, but --nproc-per-node 3"),
+        (["--exclude", "localhost:1", "--nproc-per-node", "4"], "--exclude localhost:1 chooses 3 devices, but --nproc"),
     ],
 )
 def test_what_this_host_does_not_have_is_refused(words, told):
     with pytest.raises(UsageError) as caught:
         here(*words)
     assert told in str(caught.value)
+
+
+def test_too_few_gpus_are_told_with_the_flag_that_asked_for_them():
+    with pytest.raises(DeviceError) as caught:
+        here("--num-gpus", "4", gpus=0)
+    assert str(caught.value).startswith("--num-gpus 4 asks for GPUs: --device 0,1,2,3 names 4 GPUs, but torch sees 0")

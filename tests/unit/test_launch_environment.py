@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.job.attempt import Formation
+from photinus.job.attempt import AttemptMembers
 from photinus.job.spec import JobSpec, Program
 from photinus.job.world import World
 from photinus.run.local import job
 from photinus.run.local.job import Job
 
-FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234, restarts=1)
+MEMBERS = AttemptMembers((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234, restarts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,9 @@ def cores(monkeypatch):
     return cores
 
 
-def environ(formation=FORMATION, base=None, *, cpu=False):
+def environ(members=MEMBERS, base=None, *, cpu=False):
     flags = JobSpec(Program("script", "train.py"), max_restarts=3, cpu=cpu, role="trainer")
-    return Job(flags, "job", 2, base or {}).environ(formation, 1)
+    return Job(flags, "job", 2, base or {}).environ(members, 1)
 
 
 def test_world_reads_what_the_launcher_writes():
@@ -66,7 +66,7 @@ def test_threads_share_the_usable_cores_unless_the_user_says_otherwise(cores):
 
 
 def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise():
-    alone = Formation((2,), 0, 0, "job", 1234)
+    alone = AttemptMembers((2,), 0, 0, "job", 1234)
     assert environ(alone)["GLOO_SOCKET_IFNAME"] == "lo"
     assert environ(alone, base={"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
     assert "GLOO_SOCKET_IFNAME" not in environ()

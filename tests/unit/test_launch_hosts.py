@@ -329,8 +329,8 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
         join.join_job(job(flags, 3), store=store, say=lambda *_: None) as member,
     ):
         assert not member.leads
-        formation = member.meet(lambda: None)
-        assert (member.leads, formation.workers, formation.host_rank) == (True, (3,), 0)
+        members = member.meet(lambda: None)
+        assert (member.leads, members.workers, members.host_rank) == (True, (3,), 0)
 
 
 def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_there(monkeypatch):

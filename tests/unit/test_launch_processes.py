@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.job.attempt import Formation
+from photinus.job.attempt import AttemptMembers
 from photinus.job.deaths import root_cause, suspension_words
 from photinus.job.spec import JobSpec, Program
 from photinus.job.worker_files import Head, key_of, make_image_files, pack_head, progress_bytes
@@ -60,7 +60,7 @@ def workers(tmp_path, text, count=2):
 
 def made(program, count, **parts):
     job = Job(JobSpec(program), "job", count, dict(os.environ))
-    return Processes(job, Formation((count,), 0, 0, "job", 0), **parts)
+    return Processes(job, AttemptMembers((count,), 0, 0, "job", 0), **parts)
 
 
 def pids(processes):
@@ -423,7 +423,7 @@ def test_a_snapshot_counts_as_saved_when_each_worker_has_it(tmp_path):
     with handle_signals() as interrupts:
         output = Output()
         processes = Processes(
-            job, Formation((2,), 0, 0, "job", 0), guard=NoGuard(), output=output, interrupts=interrupts
+            job, AttemptMembers((2,), 0, 0, "job", 0), guard=NoGuard(), output=output, interrupts=interrupts
         )
         output.close()
 

@@ -44,7 +44,7 @@ def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
         _refuse_several_on_one_host(world, scheduler)
         if world.world_size == 1:
             return hosts
-        # A typed leader wins, and then MASTER_ADDR and MASTER_PORT, as for ranks that have no launcher of ours.
+        # A typed leader wins. Else MASTER_ADDR and MASTER_PORT do, as for ranks without `photinus run`.
         place = None if hosts.leader is not None else find_rendezvous(world, environ)
     except NotInitializedError as error:
         raise LaunchError(str(error)) from error

@@ -23,14 +23,12 @@ class RunFlags:
     Attributes:
         spec: the job, as far as the command line says it.
         include, exclude: as typed.
-        use_env: a script that takes --local_rank is not given it.
         spellings: the flags that were typed: by its first spelling, the one that was used and the text behind it.
         All others: the values of the flags of that name.
     """
 
     spec: JobSpec
     spellings: Spellings
-    use_env: bool = False
     hostfile: str | None = None
     include: str | None = None
     exclude: str | None = None
@@ -256,7 +254,7 @@ def _fill(kind: type[_T], typed: Mapping[str, Any]) -> _T:
     return kind(**{each.name: typed[each.name] for each in fields(kind) if each.name in typed})  # type: ignore[arg-type]
 
 
-# Those that torchrun reads from variables; others of that prefix may be anything's.
+# Flags that torchrun also reads from variables. Any program may use other variables of that prefix.
 _OF_TORCHRUN = frozenset({
     "--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--rdzv-backend",
     "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--max-restarts", "--monitor-interval", "--role",

@@ -72,7 +72,7 @@ def _open_closed_streams() -> None:
 
 
 def _check_folder() -> None:
-    """Refuses a working directory that is no more: removed, and maybe made anew, since the shell went there."""
+    """Refuse a working directory that was removed, and perhaps made again, since the shell went there."""
     try:
         os.getcwd()
     except FileNotFoundError:

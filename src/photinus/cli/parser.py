@@ -114,8 +114,8 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             typed: the words of the command line.
-            otherwise: flags from elsewhere, which count where they were not typed; from where each comes, and its text.
-            unless: a flag of `otherwise`, and those that replace it where they were typed.
+            otherwise: flags from variables: each with the variable's name and text. A typed flag wins.
+            unless: for a flag of `otherwise`, other flags that win over it, too.
 
         Raises:
             UsageError: the words cannot be carried out; says why and what to type instead.
@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}. See `{self.prog} --help`.")
 
     def _split(self, rest: list[str], spellings: dict[str, tuple[str, str]], words: list[str]) -> Iterator[str]:
-        """Takes flags out of `rest` as --name=value, which argparse never doubts, and words that do not end them."""
+        """Take flags and words between them out of `rest`; yield flags as --name=value, which argparse accepts."""
         while rest:
             if not rest[0].startswith("-") or rest[0] == "-":
                 if self._passes_on:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
@@ -25,8 +25,10 @@ _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\
 class Share:
     """The part of one host that the job gets.
 
-    `devices`: the GPUs that were chosen by number, if they were, in that order. `count`: workers; None: as many as the
-    host finds right. `gpus`: each worker needs a GPU, because GPUs were asked for.
+    Attributes:
+        devices: the GPUs that were chosen by number, in that order; None: they were not.
+        count: number of workers; None: the host chooses it.
+        gpus: each worker needs a GPU, because GPUs were asked for.
     """
 
     host: Host
@@ -53,7 +55,7 @@ class Share:
             return spec
         if self.gpus and devices is None and count is not None:
             devices = tuple(range(count))
-        if devices is not None and not spec.cpu:
+        if devices is not None:
             return replace(spec, nproc_per_node="auto", devices=devices)
         return spec if count is None else replace(spec, nproc_per_node=count)
 
@@ -90,37 +92,22 @@ def select(hosts: Sequence[Host], flags: RunFlags) -> tuple[Share, ...]:
     return tuple(Share(host, count=host.slots if gpus is None else gpus, gpus=gpus is not None) for host in hosts)
 
 
-def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> JobSpec:
+def for_this_host(flags: RunFlags) -> JobSpec:
     """Return the job with --include, --exclude or --num-gpus carried out, where there is no host file.
 
     Raises:
         UsageError: another host is named, or nothing is left.
-        DeviceError: torch cannot say how many GPUs there are.
     """
-    spec = flags.spec
-    devices: tuple[int, ...] | None = None
     if flags.num_gpus is not None:
-        devices = tuple(range(flags.num_gpus))
-    elif flags.include is not None:
-        devices = _local_slots("--include", flags.include) or None  # all
-    elif flags.exclude is not None:
-        excluded = _local_slots("--exclude", flags.exclude)
-        if not excluded:
-            raise UsageError(f"--exclude {flags.exclude} leaves no hosts: without --hostfile there is only this one.")
-        present = count_gpus()
-        devices = tuple(number for number in range(present) if number not in excluded)
-        beyond = [number for number in excluded if number >= present]
-        if beyond or not devices:
-            why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
-            raise UsageError(f"--exclude {flags.exclude}: {why}; torch sees {present} GPUs here.")
-    if devices is None:
-        return spec
-    if isinstance(spec.nproc_per_node, int) and spec.nproc_per_node != len(devices):
-        raise UsageError(
-            f"--include {flags.include} chooses {len(devices)} devices, but --nproc-per-node "
-            f"{spec.nproc_per_node} asks for {spec.nproc_per_node} workers: remove one of the two."
-        )
-    return replace(spec, nproc_per_node=len(devices)) if spec.cpu else replace(spec, devices=devices)
+        return replace(flags.spec, devices=tuple(range(flags.num_gpus)))
+    if flags.include is not None:
+        return replace(flags.spec, devices=_local_slots("--include", flags.include) or None)  # None: all
+    if flags.exclude is None:
+        return flags.spec
+    excluded = _local_slots("--exclude", flags.exclude)
+    if not excluded:
+        raise UsageError(f"--exclude {flags.exclude} leaves no hosts: without --hostfile there is only this one.")
+    return replace(flags.spec, without_devices=excluded)
 
 
 def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:

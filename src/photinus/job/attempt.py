@@ -2,8 +2,8 @@
 
 A launcher meets its peers before each attempt, follows their orders while its workers run, and reports how they ended.
 
-A worker that ends badly ends the attempt. One that ends well before the others have met it would be waited for in vain.
-Only its launcher can know, for it has no connection to any of them yet: the launcher notes it in the attempt's store.
+A worker that fails ends the attempt. A worker may also end well before the others have joined a group with it. They
+would wait for it in vain, and it has no connection to them yet. So its launcher notes its end in the attempt's store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Order = Literal["stop", "regroup", "save", "done"]
 
 
 @dataclass(frozen=True)
-class Formation:
+class AttemptMembers:
     """One attempt: who takes part.
 
     Attributes:
@@ -84,7 +84,7 @@ class Peers(Protocol):
     def leads(self) -> bool:
         """Return whether this host's terminal shows what concerns all hosts."""
 
-    def meet(self, check: Callable[[], None]) -> Formation:
+    def meet(self, check: Callable[[], None]) -> AttemptMembers:
         """Wait for the next attempt, in which all hosts are ready, and return who takes part."""
 
     def order(self) -> Order | None:

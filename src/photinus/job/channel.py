@@ -4,9 +4,9 @@
     caller -> server   nonce (32), proof (32), purpose: its length (1) and text
     server -> caller   "+" and proof (32), or "-" and the reason: its length (1) and text
 
-A proof is HMAC-SHA256 under the secret over the side's name, both nonces and the purpose. So nothing heard on the
-wire can be used again, and neither side can be made to answer for the other. What follows is not encrypted. Nothing
-that comes before the proof is interpreted: it is of fixed length, or at most 255 bytes.
+A proof is HMAC-SHA256 under the secret over the side's name, both nonces and the purpose. So nobody can replay
+what was sent, and nobody can use one side to make the proof of the other. What follows is not encrypted. Nothing that
+comes before the proof is interpreted: it is of fixed length, or at most 255 bytes.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ async def _prove(
         greeting += part
     if not greeting.startswith(BANNER):
         raise HandshakeError(f"it answers {_excerpt(greeting)}, which is not Photinus")
-    theirs, mine = bytes(greeting[len(BANNER) :]), secrets.token_bytes(_NONCE_BYTES)
-    writer.write(mine + _proof(key, b"caller", theirs, mine, purpose) + bytes([len(purpose)]) + purpose)
+    theirs, own = bytes(greeting[len(BANNER) :]), secrets.token_bytes(_NONCE_BYTES)
+    writer.write(own + _proof(key, b"caller", theirs, own, purpose) + bytes([len(purpose)]) + purpose)
     verdict = await reader.readexactly(1)
     if verdict == b"-":
         length = await reader.readexactly(1)
         raise RefusedError((await reader.readexactly(length[0])).decode("utf-8", "replace"))
     proof = await reader.readexactly(_PROOF_BYTES)
-    if verdict != b"+" or not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine, purpose)):
+    if verdict != b"+" or not hmac.compare_digest(proof, _proof(key, b"server", theirs, own, purpose)):
         raise HandshakeError("it claims to belong to this job, but cannot prove it")
 
 
@@ -111,12 +111,12 @@ async def answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, timeout_s: float
 ) -> Caller | None:
     """The server's side: the caller, or None for one that has not proved itself within the time."""
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(BANNER + mine)
+    own = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(BANNER + own)
     try:
         theirs, proof, purpose = await asyncio.wait_for(_claim(reader), timeout_s)
-        caller = Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"server", mine, theirs, purpose))
-        if hmac.compare_digest(proof, _proof(key, b"caller", mine, theirs, purpose)):
+        caller = Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"server", own, theirs, purpose))
+        if hmac.compare_digest(proof, _proof(key, b"caller", own, theirs, purpose)):
             return caller
         await caller.refuse("this port belongs to a different job, or to this job with a different secret")
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):

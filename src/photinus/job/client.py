@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..version import __version__
 from . import channel
-from .attempt import AttemptStore, Formation, JobEndedError, Order
+from .attempt import AttemptMembers, AttemptStore, JobEndedError, Order
 from .own_address import interface_of
 from .relay import Relay
 from .restart_policy import Report, Verdict
@@ -82,7 +82,7 @@ class SeveralHosts:
         self._unsent: list[Mapping[str, Any]] = []  # until then
         self._relay: Relay | None = None
 
-    def meet(self, check: Callable[[], None]) -> Formation:
+    def meet(self, check: Callable[[], None]) -> AttemptMembers:
         """Say that this host is ready, and wait for the next attempt."""
         self._send({"type": "ready"})
         while True:
@@ -148,12 +148,12 @@ class SeveralHosts:
                 await asyncio.wait_for(self._writer.wait_closed(), _GOODBYE_S)
         self._connected.cancel()
 
-    def _start(self, message: Mapping[str, Any]) -> Formation:
+    def _start(self, message: Mapping[str, Any]) -> AttemptMembers:
         port = message.get("relay_port")
         if port is None:
             port = self._store.open()
             self._send({"type": "store", "port": port})
-        return Formation(
+        return AttemptMembers(
             workers=tuple(message["workers"]),
             host_rank=int(message["host_rank"]),
             attempt=int(message["attempt"]),

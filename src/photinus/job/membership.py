@@ -6,10 +6,10 @@ The leader feeds in what happens, with the time, and carries out the acts that c
                 hosts come and go starts when the least are and no more came for a while (the last call), or all.
                 After join_timeout it starts without those that are not ready; with too few, it ends
                 From the second attempt on hosts end their workers first, for which --stop-grace is added to it
-    running     a host that comes (and may) or goes makes the others gather again, but one that comes when a rank has
-                ended well waits for the end, or the next attempt; with a fixed number of hosts, one that leaves ends
-                the job, and one that is lost costs a restart, for which it has to come back
-    settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them. A host
+    running     where hosts may join and exit, each that does makes the others gather again. A host that joins when a
+                rank has already ended well waits for the next attempt, or the end. With a fixed number of hosts, a host
+                that exits ends the job. A host that is lost costs a restart, and has to come back for it
+    settling    a worker failed: all hosts end their workers and report, and one verdict on all of them follows. A host
                 that has not reported after join_timeout and --stop-grace is lost
     ended       for good
 
@@ -70,7 +70,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Regroup:
-    """These hosts end their workers and gather anew; `unharmed`: no worker is missing yet, they can save first."""
+    """These hosts end their workers and gather again; `unharmed`: no worker is missing yet, so they can save first."""
 
     keys: tuple[int, ...]
     reason: str
@@ -256,7 +256,7 @@ class Membership:
         return [] if self.state == "ended" else self._end(reason, exit_code)
 
     def go_on(self, restart: bool, now_s: float) -> None:
-        """The verdict that was asked for has been told."""
+        """Go on after the verdict that `Decide` asked for."""
         if not restart:
             self.state = "ended"
         else:
@@ -327,7 +327,7 @@ class Membership:
         return [Regroup(keys, reason, unharmed), *self.tick(now_s)]
 
     def _go_on_without(self, reason: str, now_s: float, *, any_exited: bool) -> list[Act]:
-        """Hosts went while they were needed: hosts that may come and go meet anew, others if a restart is left."""
+        """Return what follows when hosts went that were needed: the others gather again, if the rules let them."""
         if not self.is_fixed:
             return self._regroup(reason, now_s)
         # A host that exits by itself does not come back for a restart; one that was lost may.

@@ -34,9 +34,9 @@ class Program:
 
 @dataclass(frozen=True)
 class HostSpec:
-    """Several hosts, each started with the same command. None: not typed; `nnodes`: the least and the most.
+    """The hosts of a job, as typed; a field that was not typed is None.
 
-    `leads`: whether this host leads, where the user said so (torchrun's is_host).
+    `nnodes`: the least and the most. `leads`: whether this host leads, where the user said so (torchrun's is_host).
     """
 
     nnodes: tuple[int, int] | None = None
@@ -53,7 +53,10 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class LogSpec:
-    """Destinations of the workers' output. `redirects`, `tee`: "out" and "err" by local rank, -1: all others."""
+    """Destinations of the workers' output.
+
+    `redirects`, `tee`: streams ("out", "err") that go to files. Key: local rank; -1 stands for ranks not named.
+    """
 
     log_dir: str | None = None
     redirects: Mapping[int, frozenset[str]] | None = None
@@ -68,10 +71,13 @@ class JobSpec:
     Attributes:
         nproc_per_node: workers of this host: a number, or "auto", "gpu", "cpu", "xpu".
         devices: the GPUs that were chosen by number; None: all that are visible.
+        without_devices: the GPUs that were excluded by number.
         stop_grace_s: seconds between SIGTERM and SIGKILL.
         start_method: "fork" or "spawn"; None: fork, where it is possible and pays.
         preempt_after_s: seconds after which the workers are suspended and started again, as a test.
         dry_run: whether to show what would start, and start nothing.
+        use_env: do not add --local_rank to the arguments of a script that takes it.
+        typed: the command line, without secrets; for the run's config.json.
         choice: the flags that chose the GPUs, as typed, where that was not --device; for messages.
         started_as: the name of this host where another one started this launcher (over ssh), and shows its output.
     """
@@ -81,6 +87,7 @@ class JobSpec:
     max_restarts: int = 3
     cpu: bool = False
     devices: tuple[int, ...] | None = None
+    without_devices: tuple[int, ...] = ()
     ranks_per_gpu: int = 1
     oversubscribe: bool = False
     dry_run: bool = False
@@ -88,6 +95,8 @@ class JobSpec:
     role: str = "default"
     start_method: str | None = None
     preempt_after_s: float | None = None
+    use_env: bool = False
+    typed: str = ""
     choice: str = ""
     started_as: str | None = None
     hosts: HostSpec = field(default_factory=HostSpec)
@@ -106,7 +115,7 @@ class JobSpec:
         try:
             own = json.loads(text)
             program, hosts, logs = (own.pop(name) for name in ("program", "hosts", "logs"))
-            for part, name in ((program, "arguments"), (hosts, "nnodes"), (own, "devices")):
+            for part, name in ((program, "arguments"), (hosts, "nnodes"), (own, "devices"), (own, "without_devices")):
                 if name in part:
                     part[name] = tuple(part[name])
             for name in logs.keys() & {"redirects", "tee"}:

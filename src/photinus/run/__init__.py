@@ -6,6 +6,7 @@ from_python  `photinus.launch`: one function in several processes, from a script
 function     runs one rank of `photinus.launch`
 exit_code    the end of a command: its exit code, and one line for an error
 remote       what `photinus run --hostfile` starts on each host, over ssh
-supervise    one job on this host, from its start to its exit code; `--dry-run`
+plan         the job of this host: a JobSpec becomes a Job, or an error that says what to type instead
+supervise    one job on this host, from its start to its exit code: opens what it needs
 agent        the attempts of a job: meet, start, watch, and again where it may help
 """

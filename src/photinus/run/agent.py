@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import LaunchError, name_limit
-from ..job.attempt import Formation, JobEndedError, Order, Peers
+from ..job.attempt import AttemptMembers, JobEndedError, Order, Peers
 from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
 from ..job.restart_policy import Report, RestartPolicy, Verdict
@@ -48,13 +48,13 @@ class OneHost:
         self._attempt = -1
         self._finished = False
 
-    def meet(self, check: Callable[[], None]) -> Formation:
+    def meet(self, check: Callable[[], None]) -> AttemptMembers:
         """The next attempt, with a store of its own."""
         check()
         self._attempt += 1
         port = self._store.open(self._job.spec.hosts.port or 0)
         workers, restarts = (self._job.local_world_size,), self._policy.restarts
-        return Formation(workers, 0, self._attempt, self._job.job_id, port, restarts=restarts)
+        return AttemptMembers(workers, 0, self._attempt, self._job.job_id, port, restarts=restarts)
 
     def order(self) -> Order | None:
         """Done, once the workers are; to meet again, when the store is lost and a restart is left."""
@@ -82,7 +82,7 @@ class OneHost:
         return verdict
 
     def leave(self, reason: str, exit_code: int) -> None:
-        """Nobody is there to be told."""
+        """Nobody else takes part."""
 
 
 class Agent:
@@ -133,11 +133,11 @@ class Agent:
         delay_s = 0.0
         try:
             while True:
-                formation = self._peers.meet(self._raise_if_interrupted)
+                members = self._peers.meet(self._raise_if_interrupted)
                 self._interrupts.comes_within(delay_s)
                 self._raise_if_interrupted()
                 oom_before = oom_kills()
-                processes = self._start(formation)
+                processes = self._start(members)
                 order = self._watch(processes)
                 if order == "done":
                     processes.wait_for_leftovers(self._grace_s)
@@ -147,7 +147,7 @@ class Agent:
                 if order == "stop":
                     answer = self._report(processes, oom_before)
                 else:
-                    self._regroup(processes, order, formation.attempt)
+                    self._regroup(processes, order, members.attempt)
                 self._end(signal.SIGTERM, self._grace_s)
                 self._forget()
                 delay_s = 0.0
@@ -168,17 +168,17 @@ class Agent:
             self._end(signal.SIGTERM, self._grace_s)
             self._forget()
 
-    def _start(self, formation: Formation) -> Processes:
+    def _start(self, members: AttemptMembers) -> Processes:
         """Starts this host's workers. LaunchError: one of them cannot be started."""
         try:
             os.getcwd()
         except FileNotFoundError:
             raise LaunchError("cannot restart the workers: their working directory was removed") from None
-        host = (self._job.spec.started_as or socket.gethostname()) if len(formation.workers) > 1 else ""
-        self._output.begin_attempt(formation.attempt, formation.job_id, host)
+        host = (self._job.spec.started_as or socket.gethostname()) if len(members.workers) > 1 else ""
+        self._output.begin_attempt(members.attempt, members.job_id, host)
         self._processes = processes = Processes(
             self._job,
-            formation,
+            members,
             guard=self._guard,
             output=self._output,
             interrupts=self._interrupts,
@@ -195,7 +195,7 @@ class Agent:
         return processes
 
     def _watch(self, processes: Processes) -> Order:
-        """Waits until the job is done, the hosts are to meet anew, or a worker of this or another host has failed."""
+        """Wait until the job is done, the hosts have to gather again, or a worker of any host has failed."""
         told_finished = False
         told_ended: set[int] = set()
         while True:
@@ -212,7 +212,7 @@ class Agent:
                 self._peers.report_finished()
                 order = self._peers.order()
             if order is not None:
-                return order  # before failures: nobody judges those any more that come with an order to meet anew
+                return order  # before failures: after an order to gather again nobody decides on them
             if processes.any_failed():
                 return "stop"
 

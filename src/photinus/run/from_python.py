@@ -159,7 +159,8 @@ def run_launcher(command: list[str]) -> int:
         if carried:
             assert process.stdout is not None
             decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-            while piece := os.read(process.stdout.fileno(), _PIECE_BYTES):  # a bar's states as they come, not its line
+            # Progress bars: pass each update on, not only whole lines.
+            while piece := os.read(process.stdout.fileno(), _PIECE_BYTES):
                 sys.stdout.write(decode(piece))
                 sys.stdout.flush()
         code = process.wait()

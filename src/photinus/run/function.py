@@ -20,7 +20,8 @@ import cloudpickle
 
 from .local.worker import describe, raised_by
 
-_END_BYTES = 8  # where the last whole answer ends stands first: of a rank that is killed, no half is read
+# The file begins with the place where the last whole answer ends: half an answer of a killed rank is not read.
+_END_BYTES = 8
 
 
 def read_answers(answers: BinaryIO) -> dict[int, tuple[str, bytes]]:

@@ -25,12 +25,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from .. import env
 from ..errors import PhotinusError, UsageError
 from ..job.own_address import listen_as
 from ..job.spec import JobSpec
 from ..version import __version__
 from .exit_code import run_as_process
-from .local.program import check_program
+from .local.job import Job
+from .plan import plan
 from .ssh.command import MARK
 from .supervise import supervise
 
@@ -43,10 +45,10 @@ def main() -> None:
     orders = io.FileIO(0, closefd=False)  # unbuffered: what comes behind the last order is for the lifeline
     os.write(_OUT, MARK)
     _answer({"hello": _who_is_here()})
-    if (job := _next(orders)) is None:
+    if (request := _next(orders)) is None:
         return
     try:
-        spec, listener = _prepare(job)
+        job, listener = _prepare(request)
     except (PhotinusError, UsageError, OSError, ValueError) as error:
         _answer({"trouble": str(error)})
         return
@@ -54,12 +56,13 @@ def main() -> None:
     _answer({"prepared": {"address": address, "port": port}})
     if (start := _next(orders)) is None:
         return
-    if job["merged"]:  # both end at the same place, so their order is kept
+    if request["merged"]:  # both end at the same place, so their order is kept
         os.dup2(_OUT, _ERR)
     if start["leader"] is not None:
-        spec = replace(spec, hosts=replace(spec.hosts, leader=start["leader"], port=start["port"]))
-    run = partial(supervise, spec, secret=start["secret"], listener=listener)
-    run_as_process(run, host=spec.started_as or "")
+        hosts = replace(job.spec.hosts, leader=start["leader"], port=start["port"])
+        environ = {**job.base_environ, env.JOB_SECRET.name: start["secret"]}
+        job = replace(job, spec=replace(job.spec, hosts=hosts), base_environ=environ)
+    run_as_process(partial(supervise, job, listener=listener), host=job.spec.started_as or "")
 
 
 def _next(orders: io.FileIO) -> dict[str, Any] | None:
@@ -75,13 +78,13 @@ def _answer(content: dict[str, Any]) -> None:
         data = data[os.write(_OUT, data) :]
 
 
-def _prepare(job: dict[str, Any]) -> tuple[JobSpec, socket.socket | None]:
-    """Enter the folder, take over the environment and look at the program; bind the port if this host leads.
+def _prepare(request: dict[str, Any]) -> tuple[Job, socket.socket | None]:
+    """Enter the folder, take over the environment and plan the job; bind the port if this host leads.
 
     Raises:
-        UsageError, LaunchError, ValueError: the job cannot start on this host.
+        UsageError, PhotinusError, ValueError: the job cannot start on this host.
     """
-    spec, cwd = JobSpec.from_json(job["spec"]), job["cwd"]
+    spec, cwd = JobSpec.from_json(request["spec"]), request["cwd"]
     try:
         os.chdir(cwd)
     except OSError as error:
@@ -89,15 +92,15 @@ def _prepare(job: dict[str, Any]) -> tuple[JobSpec, socket.socket | None]:
             f"cannot enter the folder {cwd} ({error.strerror}). The job runs in the folder where you typed the "
             f"command. Share or copy it to the same path, or start in a folder that all hosts have."
         ) from None
-    os.environ.update(job["environ"])
+    os.environ.update(request["environ"])
     path, own = os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)
     if own not in path.split(os.pathsep):
         os.environ["PATH"] = own + os.pathsep + path
     sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # where a module is looked for
     if importlib.util.find_spec("torch") is None:
         raise UsageError("torch is not installed there. Install the same torch as on the other hosts.")
-    check_program(spec.program)
-    return spec, None if job["listen"] is None else listen_as(**job["listen"])
+    job = plan(spec, os.environ)
+    return job, None if request["listen"] is None else listen_as(**request["listen"])
 
 
 def _who_is_here() -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ... import env
 from ...errors import DeviceError, UsageError
 from ...job.cgroup import cpu_quota_cores
 
@@ -32,8 +33,8 @@ def usable_cores() -> int:
     return max(1, min(cores, int(quota)) if quota is not None else cores)
 
 
-def count_gpus(kind: str = "cuda") -> int:
-    """GPUs that torch sees (CUDA_VISIBLE_DEVICES included), asked in a child process: torch is not imported here.
+def count_gpus(kind: str, environ: Mapping[str, str]) -> int:
+    """Return the number of GPUs that torch sees with these variables, asked in a child process.
 
     It is not asked where no driver of a GPU is loaded: the import takes seconds. `kind`: cuda, or Intel's xpu.
 
@@ -43,8 +44,9 @@ def count_gpus(kind: str = "cuda") -> int:
     if kind == "cuda" and not any(os.path.exists(path) for path in _DRIVERS):
         return 0
     question = f"import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
-    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    process = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=environ)
+    variables = {**environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    variables.pop(env.JOB_SECRET.name, None)
+    process = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=variables)
     if process.returncode != 0:
         lines = process.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise DeviceError(f"torch cannot count the GPUs of this host: {lines[0]}")

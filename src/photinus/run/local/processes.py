@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import env
-from ...job.attempt import Formation
+from ...job.attempt import AttemptMembers
 from ...job.cgroup import text_of
 from ...job.deaths import Death, Raised
 from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
@@ -111,7 +111,7 @@ class Processes:
     def __init__(
         self,
         job: Job,
-        formation: Formation,
+        members: AttemptMembers,
         *,
         guard: Guard,
         output: Output,
@@ -120,7 +120,7 @@ class Processes:
         start_method: StartMethod | None = None,
     ) -> None:
         self._job = job
-        self._formation = formation
+        self._members = members
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
@@ -335,12 +335,12 @@ class Processes:
         self._workers.clear()
 
     def _start(self, local_rank: int) -> _Worker:
-        program, rank = self._job.spec.program, self._formation.first_rank + local_rank
+        program, rank = self._job.spec.program, self._members.first_rank + local_rank
         files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
         words = [str(os.getpid()), self._job.temporary]
         words += [program.kind, program.target, *program.arguments_of(local_rank)]
-        environ = self._job.environ(self._formation, local_rank)
+        environ = self._job.environ(self._members, local_rank)
         error, fault, status = map(path_of, files)
         environ |= WorkerFiles(error, fault, status, self._job.images).environ() | {env.OUT.name: self._job.out}
         stdout, stderr = self._output.ends_for(rank, local_rank)

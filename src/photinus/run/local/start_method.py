@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...job.attempt import Formation
+from ...job.attempt import AttemptMembers
 from ...job.deaths import name_signal
 from ...job.spec import JobSpec
 from ...job.worker_files import WorkerFiles
@@ -82,7 +82,7 @@ class StartMethod:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program, mark = self._spec.program, f"fork:{theirs.fileno()}:{','.join(self._modules)}"
         words = [str(os.getpid()), mark, job.temporary, program.kind, program.target]
-        environ = job.environ(Formation((job.local_world_size,), 0, 0, job.job_id, 0), 0)
+        environ = job.environ(AttemptMembers((job.local_world_size,), 0, 0, job.job_id, 0), 0)
         printed = [os.memfd_create(f"photinus-fork-{name}") for name in ("out", "err")]
         with theirs, block_signals():
             self._process = subprocess.Popen(

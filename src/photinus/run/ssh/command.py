@@ -31,15 +31,15 @@ _OPTIONS = (
     *("-o", "BatchMode=yes"),  # nobody is there to type a password
     *("-o", f"ConnectTimeout={CONNECT_S}"),
     *("-o", "ServerAliveCountMax=3"),
-    *("-o", "ControlMaster=no"),  # an existing master is used, but this one does not become one: it may be killed
+    *("-o", "ControlMaster=no"),  # uses a master connection, but is none: it may be killed
     *("-o", "LogLevel=ERROR"),  # no banners
 )
 
 
 def safe_path() -> list[str]:
-    """The option that keeps the working directory off sys.path, where this Python has it.
+    """Return the option that keeps the working directory off sys.path, where this Python has that option.
 
-    A folder named photinus in it is not ours. The workers are started without.
+    A folder named photinus in the working directory is not this package. Workers are started without the option.
     """
     return ["-P"] if sys.version_info >= (3, 11) else []
 

@@ -1,7 +1,7 @@
-"""The standard input of a `photinus run` that another host started over ssh: signals come on it, and it is a lifeline.
+"""Stdin of a launcher that another host started over ssh: carries signals; its end means that the caller is gone.
 
-Each line is the number of a signal, or empty: still there. When it ends, or is silent for long, the place where the
-user typed is gone (a kill, a cut cable), and the launcher ends as after SIGTERM.
+Each line is the number of a signal, or empty: the caller is still there. When stdin ends, or is silent for long, the
+caller is gone (a kill, a cut cable), and the launcher ends as after SIGTERM.
 """
 
 from __future__ import annotations
