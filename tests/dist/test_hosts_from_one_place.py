@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from tests.dist.test_run import run_job, script
 
@@ -61,3 +67,64 @@ def test_a_host_file_with_this_host_alone_is_a_plain_run(tmp_path: Path) -> None
     assert ended.code == 0, ended.err
     assert ended.out.startswith("1 worker on ")
     assert "elsewhere" not in ended.out
+
+
+STAY = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+while "flood" in sys.argv:
+    print("x" * 1000, flush=True)
+time.sleep(1000)
+"""
+
+
+def start_staying(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A job of one rank on each of two hosts (both this one), whose output nobody reads, and the pids of the ranks."""
+    (folder / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    command = [sys.executable, "-m", "photinus", "run", "--hostfile", str(folder / "hosts"), "--master-port", "0"]
+    command += ["--max-restarts", "0", "--stop-grace", "2", str(script(folder, STAY)), str(folder), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    files = [folder / f"pid-{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.stat().st_size for file in files):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process, [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_all_hosts_and_is_told_once(tmp_path: Path, number: signal.Signals) -> None:
+    process, pids = start_staying(tmp_path)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert err.decode().count(f"photinus: ended by {number.name}: the job on 2 hosts was ended\n") == 1
+    assert err.decode().count("ended by") == 1
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_reader_that_does_not_go_on_holds_up_no_signal(tmp_path: Path) -> None:
+    process, pids = start_staying(tmp_path, "flood")
+    time.sleep(1.0)  # until all pipes are full
+    process.send_signal(signal.SIGINT)
+    begun_s = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() - begun_s < 10
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert len(out) > 1 << 16
+    assert b"photinus: ended by SIGINT" in err
+
+
+def test_a_reader_that_has_gone_ends_no_job(tmp_path: Path) -> None:
+    process, pids = start_staying(tmp_path, "flood")
+    assert process.stdout is not None
+    process.stdout.close()
+    time.sleep(1.0)
+    assert process.poll() is None
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
