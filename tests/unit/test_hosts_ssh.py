@@ -233,10 +233,11 @@ def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(monk
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_holds_the_output_open_does_not_keep_a_host_from_ending(monkeypatch):
+@pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_process_that_holds_the_output_open_does_not_keep_a_host_from_ending(monkeypatch, end, code):
     program = (
         f"{HEAD}import subprocess\nos.write(1, {HELLO})\nsys.stdin.readline()\n"
-        "subprocess.Popen(['sleep', '4'], stdin=subprocess.DEVNULL)\nos.write(1, b'last words'); os._exit(3)"
+        f"subprocess.Popen(['sleep', '4'], stdin=subprocess.DEVNULL)\nos.write(1, b'last words'); {end}"
     )
     output = []
 
@@ -250,7 +251,7 @@ def test_a_process_that_holds_the_output_open_does_not_keep_a_host_from_ending(m
         assert time.monotonic() - begun_s < 3.5
         return host.ended
 
-    assert on_host(monkeypatch, program, do) == 3
+    assert on_host(monkeypatch, program, do) == code
     assert output == [b"last words"]
 
 
@@ -264,6 +265,10 @@ def test_a_process_that_holds_the_output_open_does_not_keep_a_host_from_ending(m
             "ssh exited with code 1: a: Permission denied.",
         ),
         ("import os; os.kill(os.getpid(), 9)", "ssh was killed by signal 9: it printed nothing."),
+        (
+            "raise SystemExit('No module named photinus.run.remote')",
+            f"ssh exited with code 1: No module named photinus.run.remote. All hosts need Photinus {__version__}.",
+        ),
     ],
 )
 def test_what_ssh_says_in_place_of_a_hello_is_shown_with_its_exit_code(monkeypatch, program, told):
@@ -360,6 +365,15 @@ def test_lines_of_hosts_are_never_mixed():
     assert pipe.text() == "one\n[2] alpha\n[3] beta\nhalf a line\n[2] ga\n"
 
 
+def test_lines_begin_below_a_line_that_has_not_ended():
+    pipe = Pipe()
+    screen = Screen(pipe.writing)
+    screen.write(b"Continue? ")
+    screen.write_lines(b"[1] line\n")
+    screen.write_lines(b"[2] line\n")
+    assert pipe.text() == "Continue? \n[1] line\n[2] line\n"
+
+
 def test_while_a_reader_does_not_go_on_hosts_and_signals_are_looked_after():
     pipe, looks = Pipe(), []
     screen = Screen(pipe.writing, gives_up=lambda: bool(looks.append(1)) or len(looks) > 2)
@@ -376,6 +390,15 @@ def test_the_first_hosts_bytes_pass_as_they_are():
         first.take(said[begin : begin + 3])
     first.show_rest()
     assert pipe.text().encode() == said
+
+
+def test_a_progress_bar_of_the_first_host_is_shown_as_it_goes_on():
+    pipe = Pipe()
+    first = HostLines(Screen(pipe.writing), first=True)
+    first.take(b" 10%|\r 20")
+    assert os.read(pipe.reading, 100) == b" 10%|\r"
+    first.show_rest()
+    assert pipe.text() == " 20"
 
 
 def test_neither_side_imports_torch():

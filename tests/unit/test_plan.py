@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.errors import LaunchError, UsageError
+from photinus.errors import LaunchError, OldTorchError, UsageError
 from photinus.job.spec import HostSpec, JobSpec, LogSpec, Program
 from photinus.run.local.job import Job
 from photinus.run.plan import dry_run_text, place_on_gpus, plan
@@ -52,6 +52,19 @@ def test_a_host_with_gpus_has_a_worker_for_each_and_says_so() -> None:
     assert job.notes == ("host b: 2 workers (one per GPU)",)
 
 
+def test_gpus_that_were_chosen_are_counted_among_the_visible_ones_and_the_only_ones_that_workers_see() -> None:
+    environ = {**ENVIRON, "CUDA_VISIBLE_DEVICES": "4,5,6"}
+    asked: list[str] = []
+
+    def count_gpus(kind: str, environ: Mapping[str, str]) -> int:
+        asked.append(environ["CUDA_VISIBLE_DEVICES"])
+        return 2
+
+    job = place_on_gpus(plan(JobSpec(TRUE, devices=(2, 0), ranks_per_gpu=2), environ), count_gpus, cores=lambda: 1)
+    assert (job.local_world_size, job.gpus) == (4, ("GPU 6", "GPU 6", "GPU 4", "GPU 4"))
+    assert asked == [job.base_environ["CUDA_VISIBLE_DEVICES"]] == ["6,4"]
+
+
 def test_the_users_environment_and_the_command_line_are_the_workers() -> None:
     job = placed(JobSpec(TRUE, 1, typed="photinus run true"), environ={**ENVIRON, "MINE": "1", "PHOTINUS_LAUNCH": "x"})
     own = {"MINE": "1", "PHOTINUS_RANKS_PER_GPU": "1", "PHOTINUS_LAUNCH": "photinus run true"}
@@ -79,6 +92,15 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(
 def test_a_python_without_torch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="photinus run needs PyTorch, which"):
+        plan(JobSpec(TRUE), ENVIRON)
+
+
+def test_a_torch_that_is_too_old_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_old() -> None:
+        raise OldTorchError
+
+    monkeypatch.setattr("photinus.run.plan.check_torch", too_old)
+    with pytest.raises(OldTorchError):
         plan(JobSpec(TRUE), ENVIRON)
 
 

@@ -166,9 +166,10 @@ class RemoteHost:
         except asyncio.IncompleteReadError as error:
             status, errors = await self._exit_status(), await self._errors_at_end()
             text = errors.strip() or error.partial.decode(errors="replace").strip() or "it printed nothing"
+            text = text.rstrip(".") + (f". All hosts need Photinus {__version__}" if "No module named" in text else "")
             how = f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
             by_hand = f"{self._ssh} {self.host.destination} {sys.executable} -m photinus --version"
-            raise TroubleError(f"host {self.name}: ssh {how}: {text.rstrip('.')}. Try by hand: {by_hand}") from None
+            raise TroubleError(f"host {self.name}: ssh {how}: {text}. Try by hand: {by_hand}") from None
         return await self._answer("hello")
 
     async def _answer(self, kind: str) -> dict[str, Any]:
