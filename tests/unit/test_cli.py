@@ -108,20 +108,20 @@ def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "runs"]
 
 
-def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_misspelt_one(capsys, monkeypatch):
+def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_misspelt_one(capfd, monkeypatch):
     monkeypatch.setenv("PHOTINUS_TIMEOUT", "3")
     assert main(["run", "--dry-run", __file__]) == 0
-    assert "variable PHOTINUS_TIMEOUT is unknown. Did you mean PHOTINUS_TIMEOUT_S?" in capsys.readouterr().err
+    assert "variable PHOTINUS_TIMEOUT is unknown. Did you mean PHOTINUS_TIMEOUT_S?" in capfd.readouterr().err
     for wrong in ("3m", "inf", "-1"):
         monkeypatch.setenv("PHOTINUS_TIMEOUT_S", wrong)
         assert main(["run", "--dry-run", __file__]) == 2
-        told = capsys.readouterr().err
+        told = capfd.readouterr().err
         assert told.startswith(f"photinus: environment variable PHOTINUS_TIMEOUT_S='{wrong}': needs a number")
         assert told.count("\n") == 1
     monkeypatch.delenv("PHOTINUS_TIMEOUT_S")
     monkeypatch.setenv("PHOTINUS_RANKS_PER_GPU", "two")
     assert main(["run", "--dry-run", __file__]) == 2
-    assert "environment variable PHOTINUS_RANKS_PER_GPU='two': needs a whole number" in capsys.readouterr().err
+    assert "environment variable PHOTINUS_RANKS_PER_GPU='two': needs a whole number" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus"])

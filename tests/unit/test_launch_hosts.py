@@ -246,6 +246,17 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
         Report.from_json({"deaths": [{"rank": 1}], "finished": []})
 
 
+def test_a_report_from_a_host_with_another_clock_has_the_times_of_this_one(monkeypatch):
+    raised = Raised((("ValueError", "x"),), "", 1, 90.0)
+    monkeypatch.setattr("photinus.job.restart_policy.time.monotonic", lambda: 100.0)
+    fields = Report((Death(3, 1, 44, "b", 1, 95.0, 9.0, raised=raised),), ()).to_json()
+    monkeypatch.setattr("photinus.job.restart_policy.time.monotonic", lambda: 5100.0)
+    (death,) = Report.from_json(fields).deaths
+    assert (death.seen_at_s, death.lived_s) == (5095.0, 9.0)
+    assert death.raised is not None
+    assert death.raised.raised_at_s == 5090.0
+
+
 def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], outside: list[str]) -> tuple[str, str]:
     """Where a host listens that leads under this name, and what it says."""
     said: list[str] = []

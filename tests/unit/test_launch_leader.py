@@ -326,6 +326,32 @@ def test_a_host_dials_a_silent_leader_again_until_it_is_reached(monkeypatch: pyt
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
 
 
+def test_workers_of_a_host_that_does_not_lead_find_the_store_behind_a_relay_of_each_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form = {"workers": [2, 2], "host_rank": 1, "job_id": "job", "restarts": 0, "hosts_store": False, "token": "t"}
+    monkeypatch.setattr(StoreProcess, "open", lambda *_: pytest.fail("the store is on the leader's host"))
+
+    async def test() -> None:
+        leader = PlayedLeader(monkeypatch, {})
+        async with leader.host(heartbeat_timeout_s=DEADLINE_S) as peers:
+            played = await leader.came.get()
+            ports = []
+            for attempt in range(2):
+                meeting = asyncio.ensure_future(asyncio.to_thread(peers.meet, lambda: None))
+                await played.hear("ready")
+                played.say("form", attempt=attempt, **form)
+                members = await meeting
+                assert (members.first_rank, members.attempt, members.world_size) == (2, attempt, 4)
+                ports.append(members.store_port)
+                (await asyncio.open_connection("127.0.0.1", ports[-1]))[1].close()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", ports[0])
+            played.writer.close()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
 def test_what_a_host_had_to_say_to_a_lost_leader_is_not_told_to_the_one_it_finds_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
