@@ -53,7 +53,7 @@ BUDGET = {
     "compat": 617,
     "job": 2294,
     "parallel": 5466,
-    "run": 3486,
+    "run": 3490,
     "runlog": 1145,
     "templates": 231,
     "tools": 2049,

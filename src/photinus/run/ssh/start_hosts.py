@@ -75,7 +75,7 @@ def start_hosts(
     """
     here = find_here(hosts)
     ssh = ssh_command(options.command, options.port, needed=not all(here))
-    environ = exported_variables(os.environ, options.export, variable_files(Path("~").expanduser(), Path.cwd()))
+    environ = exported_variables(os.environ, options.export, variable_files(Path(os.path.expanduser("~")), Path.cwd()))
     if len(hosts) == 1 and here[0]:
         os.environ.update(environ)
         return run_here(specs[0])
