@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import photinus
 from photinus.parallel.tracing import trace as tracing
-from photinus.parallel.tracing.spans import is_followed, span
+from photinus.parallel.tracing.spans import is_followed, span, until_done
 from photinus.parallel.tracing.trace import RankTrace, _shares, chrome_events
 from tests.small_run import QUIET
 
@@ -89,6 +90,24 @@ def test_shares_are_sums_over_the_events_of_the_device_where_there_are_some() ->
     assert "67% of it behind backward" in str(shares)
 
 
+def test_an_exchange_is_shown_until_its_work_is_done() -> None:
+    class Work:
+        future: Any = torch.futures.Future()
+
+        def get_future(self) -> Any:
+            return self.future
+
+    work: Any = Work()
+    with torch.profiler.profile() as profiler:
+        assert until_done("bucket 0", lambda: work) is work
+        time.sleep(0.05)
+        work.future.set_result(None)
+        assert until_done("bucket 1", object) is not work  # without a future: its start is shown
+        time.sleep(0.05)
+    milliseconds = {event.name: event.time_range.elapsed_us() / 1e3 for event in profiler.events()}
+    assert milliseconds["bucket 0"] >= 50 > milliseconds["bucket 1"]
+
+
 def test_one_process_is_traced_without_a_process_group(tmp_path: Path) -> None:
     with photinus.trace(tmp_path / "trace.json") as trace, span("data"):
         pass
@@ -105,6 +124,8 @@ def test_waiting_for_the_loops_next_batch_is_traced(tmp_path: Path) -> None:
         with photinus.trace(tmp_path / "trace.json") as trace:
             for x in loop:
                 loop.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
     spans = [event["name"] for event in drawn(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])]
     assert spans.count("data") == 3  # between the steps; before the first one there is none that it could belong to
     (shares,) = trace.shares()

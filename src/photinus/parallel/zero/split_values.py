@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...errors import PhotinusError
-from .split_states import gather_tensor, is_split, part_of
+from .split_states import gather_tensor, is_known_split, is_split, part_of
 
 _aten: Any = torch.ops.aten
 _SLICES = (
@@ -159,9 +159,8 @@ def _is_cut(tensor: Any) -> bool:
 
 def _is_plainly_placed(tensor: Any) -> bool:
     """Return whether each rank has a part, or all, of the values themselves."""
-    if not is_split(tensor) or type(tensor._local_tensor) is not torch.Tensor:  # it is another while torch compiles
-        return False
-    return {type(placement).__name__ for placement in tensor.placements} <= {"Shard", "Replicate"}
+    # It holds a tensor of another class while torch compiles.
+    return is_split(tensor) and type(tensor._local_tensor) is torch.Tensor and is_known_split(tensor)
 
 
 def _slice(op: Any, args: Any, kwargs: Any) -> Any:
