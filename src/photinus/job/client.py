@@ -227,7 +227,7 @@ class SeveralHosts:
         beating = asyncio.ensure_future(_beat(writer))
         try:
             while True:
-                message = await channel.hear(reader, "the host that leads the job", grace_s, self._tell)
+                message = await channel.hear(reader, "the host that leads the job", grace_s, self._say_line)
                 kind = message.get("type")
                 if kind == "form":
                     message["reached_at"] = message.get("reached_at") or own_address
@@ -270,7 +270,7 @@ class SeveralHosts:
     def _forget(self, reason: str) -> None:
         """Drop what was to be said to the leader that was lost, and have this host's agent gather again."""
         self._unsent.clear()
-        self._tell(f"{reason}; this host stops its workers and joins again")
+        self._say_line(f"{reason}; this host stops its workers and joins again")
         self._hand_over({"type": "regroup"})
 
     async def _dial(self, *, again: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -320,7 +320,7 @@ class SeveralHosts:
         except OSError as error:
             raise LaunchError(f"cannot listen on 127.0.0.1 for this host's workers: {error}") from error
 
-    def _tell(self, text: str) -> None:
+    def _say_line(self, text: str) -> None:
         if not self.leads:  # there the leader does
             self._say(f"photinus: {text}\n", False)
 

@@ -245,7 +245,7 @@ def failure_text(
     lines += [f"  {line}" for line in _details(cause, oom)]
     trace = _stack(cause)
     block = ["", *(f"photinus: {line}" for line in lines)]
-    if _last_lines_tell(cause):
+    if _last_lines_explain(cause):
         block += ["photinus:   its last output:", "", *(f"    {line}" for line in cause.last_lines), ""]
     if trace.strip():
         # A job that fails alike at each restart would fill the screen with one traceback.
@@ -274,7 +274,7 @@ def _stack(death: Death) -> str:
     return death.raised.traceback if death.raised is not None else death.fault_stack
 
 
-def _last_lines_tell(death: Death) -> bool:
+def _last_lines_explain(death: Death) -> bool:
     """Return whether the last lines of a worker explain more than its exception does."""
     if death.raised is not None and death.raised.traceback.strip():
         return False

@@ -84,7 +84,7 @@ class Leader:
         while True:
             before_s, now_s = now_s, time.monotonic()
             if now_s - before_s > channel.SAY_AFTER_S:
-                self._tell(f"the launcher that leads the job did not run for {now_s - before_s:.0f} s (stopped?)")
+                self._say_line(f"the launcher that leads the job did not run for {now_s - before_s:.0f} s (stopped?)")
             self._carry_out(self._rules.tick(now_s))
             if now_s - beat_s >= channel.BEAT_S:
                 beat_s = now_s
@@ -151,7 +151,7 @@ class Leader:
         why, is_lost = "was lost: its launcher closed the connection", True
         try:
             while True:
-                message = await channel.hear(reader, f"host {peer.name}", grace_s, self._tell)
+                message = await channel.hear(reader, f"host {peer.name}", grace_s, self._say_line)
                 self._heard_s[key] = time.monotonic()
                 if message["type"] == "leave":
                     why, is_lost = str(message["reason"]), False
@@ -193,7 +193,7 @@ class Leader:
                     raise
             if not has_said:
                 has_said = True
-                self._tell(f"host {peer.name} waits until a silent host gives up its place")
+                self._say_line(f"host {peer.name} waits until a silent host gives up its place")
             channel.write(writer, {"type": "beat"})
             await asyncio.sleep(_TICK_S)
 
@@ -213,7 +213,7 @@ class Leader:
         if self._torch is None:
             self._torch = torch
         elif self._torch != torch:
-            self._tell(
+            self._say_line(
                 f"host {host} has torch {torch}, but another host has {self._torch}: results may differ, or ranks fail"
             )
         return membership.PeerHost(
@@ -250,13 +250,13 @@ class Leader:
     def _carry_out(self, acts: Sequence[membership.Act]) -> None:
         for act in acts:
             if isinstance(act, membership.Say):
-                self._tell(act.text)
+                self._say_line(act.text)
             elif isinstance(act, membership.StartAttempt):
                 self._start_attempt(act)
             elif isinstance(act, membership.Stop):
                 self._send(act.keys, {"type": "stop"})
             elif isinstance(act, membership.Regroup):
-                self._tell(f"{act.reason}: the present hosts stop their workers and form a new group")
+                self._say_line(f"{act.reason}: the present hosts stop their workers and form a new group")
                 self._send(act.keys, {"type": "save" if act.unharmed else "regroup"})
             elif isinstance(act, membership.Drop):
                 self._writers[act.key].close()
@@ -278,7 +278,7 @@ class Leader:
             shares.append(f"{peer.name} {f'rank {first}' if first == last else f'ranks {first} to {last}'}")
             first = last + 1
         count = f"{len(workers)} host{'s' * (len(workers) > 1)}, {sum(workers)} worker{'s' * (sum(workers) > 1)}"
-        self._tell(f"{count}: {', '.join(shares)}")
+        self._say_line(f"{count}: {', '.join(shares)}")
         for host_rank, peer in enumerate(act.peers):
             form = {
                 "type": "form",
@@ -309,7 +309,7 @@ class Leader:
             if key in self._writers:
                 channel.write(self._writers[key], message)
 
-    def _tell(self, text: str) -> None:
+    def _say_line(self, text: str) -> None:
         self._say(f"photinus: {text}\n", False)
 
 

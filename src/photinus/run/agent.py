@@ -117,8 +117,8 @@ class Agent:
         self._start_method = start_method
         self._processes: Processes | None = None
         self._began_s: float | None = None
-        self._tried = False  # --preempt-after
-        self._told_waiting = False
+        self._has_preempted = False  # --preempt-after
+        self._has_said_waiting = False
         self.suspension: str | None = None
         self.ended_workers = False
 
@@ -196,19 +196,19 @@ class Agent:
 
     def _watch(self, processes: Processes) -> Order:
         """Wait until the job is done, the hosts have to gather again, or a worker of any host has failed."""
-        told_finished = False
-        told_ended: set[int] = set()
+        has_reported_finish = False
+        reported_ended: set[int] = set()
         while True:
             processes.wait(_LOOK_S)
             self._raise_if_interrupted()
             self._pass_on_suspension(processes)
             processes.kill_overdue(self._grace_s)
-            if processes.any_running() and (ended := set(processes.finished_ranks()) - told_ended):
-                told_ended |= ended
+            if processes.any_running() and (ended := set(processes.finished_ranks()) - reported_ended):
+                reported_ended |= ended
                 self._peers.report_ended(sorted(ended))
             order = self._peers.order()
-            if order is None and not processes.any_running() and not processes.any_failed() and not told_finished:
-                told_finished = True
+            if order is None and not processes.any_running() and not processes.any_failed() and not has_reported_finish:
+                has_reported_finish = True
                 self._peers.report_finished()
                 order = self._peers.order()
             if order is not None:
@@ -288,16 +288,16 @@ class Agent:
         """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""
         preempt_after_s, interrupts = self._job.spec.preempt_after_s, self._interrupts
         self._began_s = self._began_s or time.monotonic()
-        if preempt_after_s is not None and not self._tried:
-            self._tried = time.monotonic() - self._began_s >= preempt_after_s
-            interrupts.suspension_wanted |= self._tried
+        if preempt_after_s is not None and not self._has_preempted:
+            self._has_preempted = time.monotonic() - self._began_s >= preempt_after_s
+            interrupts.suspension_wanted |= self._has_preempted
         if not interrupts.suspension_wanted:
             return
         if processes.can_suspend():
-            interrupts.suspension_wanted = self._told_waiting = False
+            interrupts.suspension_wanted = self._has_said_waiting = False
             processes.ask_to_suspend()
-        elif not self._told_waiting:
-            self._told_waiting = True
+        elif not self._has_said_waiting:
+            self._has_said_waiting = True
             self._output.say(
                 "photinus: suspend requested, but no worker is in a loop that saves yet (photinus.Loop with `out`, or "
                 "photinus.suspend_requested): waiting for one\n"

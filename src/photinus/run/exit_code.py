@@ -43,7 +43,7 @@ def exit_code_of(command: Callable[[], int], *, name: str = "run", host: str = "
     who = f"host {host}: " if host else ""
     try:
         code = command()
-        sys.stdout.flush()  # a full disk is told, not left to whoever uses half of the output
+        sys.stdout.flush()  # reports a full disk
         return code
     except SystemExit as end:  # --help
         return int(end.code or 0)

@@ -137,7 +137,7 @@ class _Job:
             return 0
         code = failed.ended or 0
         if code - 128 not in SIGNALS and all(host.ended == code for host in self._hosts):
-            return code  # the host that leads has told what it was
+            return code  # the host that leads has reported the cause
         if code == LOST:
             raise LaunchError(
                 f"host {failed.name}: ssh lost the connection, or Photinus was killed there. The launcher ended the "
