@@ -56,7 +56,7 @@ def open_store(world: World, rendezvous: RendezvousAddress, timeout_s: float) ->
     deadline = time.monotonic() + timeout_s
     address = _address_of_rank_0(world, rendezvous)
     where = f"{address}:{rendezvous.port}"
-    job = "" if rendezvous.given else key_of(env.JOB_SECRET.get() or "", rendezvous.job).hex()
+    job = "" if rendezvous.given else key_of(env.JOB_SECRET.get() or "", rendezvous.job).hex()[:16]
     while True:
         try:
             if world.rank > 0:
