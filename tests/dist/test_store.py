@@ -149,6 +149,7 @@ def test_a_second_session_of_a_process_has_keys_of_its_own_in_the_store_of_the_f
     with ThreadPoolExecutor(1) as rank_1:
         for turn in range(3):
             other = rank_1.submit(open_store, place(1, 2), here, 30.0)
+            time.sleep(0.3)  # it finds the session before
             store = open_store(place(0, 2), here, 30.0)
             assert not store.check(["turn"])
             store.set("turn", str(turn))

@@ -217,6 +217,15 @@ def test_samples_that_draw_have_numbers_of_their_own_on_every_rank(stream: str, 
     assert found == expected
 
 
+def test_a_collate_function_draws_numbers_of_its_batch() -> None:
+    batches = loader(
+        Augmented(), batch_size=4, shuffle=False, seed=3, collate_fn=lambda samples: torch.rand(2).tolist()
+    )
+    found = [batch.data for batch in batches.epoch(1)]
+    rng.seed_host_streams(rng.derive_seed(3, "batch", 1, 4))
+    assert found[1] == torch.rand(2).tolist()
+
+
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.randn])
 def test_the_normal_that_numpy_keeps_in_reserve_stays_the_ranks_own(draw: Any) -> None:
     found = []
