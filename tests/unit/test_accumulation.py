@@ -169,6 +169,21 @@ def test_bodies_that_leave_steps_out_and_add_nothing_up_are_right(name, early, t
         assert loop.finished
 
 
+def test_a_step_that_is_left_out_of_backwards_by_hand_is_right_where_its_gradients_are_cleared():
+    with photinus.init("gloo", "cpu"):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = photinus.Loop(model, optimizer, points(32), batch_size=4, epochs=1, report=QUIET)
+        for inputs, targets in loop:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            (loss * loop.weight).backward()
+            loop.record(loss)
+            if loop.step % 3 != 1:
+                optimizer.step()
+        assert loop.finished
+
+
 class Counting:
     """A scheduler that counts its steps."""
 
