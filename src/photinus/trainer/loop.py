@@ -305,7 +305,7 @@ class Loop:
 
     @property
     def _batches_of_step(self) -> int:
-        """Of the running one; fewer than `accumulate` at an epoch's end."""
+        """Return the number of batches in the current step. An epoch's last step may have fewer than `accumulate`."""
         if self._accumulate == 1:
             return 1
         return min(self._accumulate, self._batches_done + self._batches_per_epoch - self._position.batches_done)

@@ -104,8 +104,11 @@ class StepLedger(StepWatcher):
         self.rate: Any = None  # of the first optimizer's last step: its scheduler may have moved on since
 
     def begin(self) -> None:
-        """Bodies begin. From now on steps count that are made for one of the optimizers, too: of wrappers that have
-        one inside, as SAM and Lookahead do, no hook runs."""
+        """Begin to watch the steps of the optimizers.
+
+        Steps that an optimizer inside of one of them makes count, too. Wrappers such as SAM and Lookahead have one
+        inside, and their own hooks do not run.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -119,7 +122,7 @@ class StepLedger(StepWatcher):
                 self._note_used(place)
 
     def end(self) -> None:
-        """Bodies are over. May be called again."""
+        """Watch no more steps. May be called again."""
         if self._has_begun:
             self._has_begun = False
             unwatch_steps(self)
@@ -128,7 +131,13 @@ class StepLedger(StepWatcher):
             self._hooks.pop().remove()
 
     def body_began(self, batch: Batch, step: int, epoch: int, *, batches: int, is_first: bool, may_step: bool) -> None:
-        """The loop hands out one of the batches of a step: the first one, or the last one, in which it `may_step`."""
+        """Begin the body of a batch.
+
+        Args:
+            batches: number of batches in the step.
+            is_first: the batch is the step's first one.
+            may_step: the batch is the step's last one, in whose body the optimizers step.
+        """
         self._numbers.begin_batch(step, epoch, batch)
         self._means.body_began(batches=batches, is_first=is_first, is_last=may_step)
         self._batch, self._batches = batch, batches
@@ -139,8 +148,11 @@ class StepLedger(StepWatcher):
         self._may_step, self._step, self._evaluations = may_step, step, 0
 
     def body_ended(self, *, is_left: bool = False) -> None:
-        """The body came to its end, or was left, and does not count. Raises PhotinusError if its losses are parts of a
-        mean that is not whole."""
+        """End the running body. A body that was left does not count.
+
+        Raises:
+            PhotinusError: the losses of the body are parts of a mean that is not whole.
+        """
         self._batch = None
         if self._made > max(self._used):  # by hand, perhaps, which nothing saw
             self._note_gradients()
@@ -193,7 +205,7 @@ class StepLedger(StepWatcher):
         self._clock.backward_ended()
 
     def _count(self) -> bool:
-        """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""
+        """Count a backward. Return whether its loss is logged: of a closure's evaluations, only the first one's is."""
         self._made += 1
         for place, gradients in [*self._gradients.items()]:
             if gradients.is_used:
@@ -232,7 +244,7 @@ class StepLedger(StepWatcher):
             self._gradients[place] = now
 
     def _note_used(self, place: int, parameter: Any = None) -> None:
-        """The gradients that an optimizer has now are not for a step of its."""
+        """Remember that an optimizer's present gradients are not for its next step."""
         self._gradients.pop(place, None)
         if parameter is None:
             parameter = next((p for p in _parameters_of(self._optimizers[place]) if p.grad is not None), None)

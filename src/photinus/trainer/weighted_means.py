@@ -37,10 +37,10 @@ class Mean:
     """The parts of one mean: several batches, or several parts of a batch.
 
     Attributes:
-        shares: their sum.
-        total: sum of share * n, over all ranks.
-        reference: n over all ranks of the first part that has any.
-        others: of several models those that none of its backwards has changed.
+        shares: the sum of the parts' shares.
+        total: the sum of share * n over all parts and ranks.
+        reference: the n over all ranks of the first part with an n above 0.
+        others: the models whose gradients no backward of this mean has changed, if the loop trains several models.
     """
 
     shares: float = 0.0
@@ -54,7 +54,7 @@ class WeightedMeans:
 
     Args:
         models: that the loop trains.
-        parameters: `parameters()` returns those of all that the loop trains, which have gradients.
+        parameters: a function that returns all parameters of the loop that have gradients.
     """
 
     def __init__(self, session: Session, models: Sequence[nn.Module], parameters: Callable[[], Iterable[Any]]) -> None:

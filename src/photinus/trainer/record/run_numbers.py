@@ -53,18 +53,18 @@ class _Step:
 
     @property
     def samples(self) -> float:
-        """This rank's samples, of a batch: those of one that is as large as the mean of all."""
+        """Return this rank's samples in a batch of the step's mean size."""
         if len(self.batches) == 1:
             return self.batches[0].samples
         return sum(map(self.samples_of, self.batches)) / len(self.batches)
 
     def samples_of(self, batch: Batch) -> float:
-        """This rank's, were the batch as large as the step's others."""
+        """Return the samples that this rank would have of a batch, if the batch had the step's mean size."""
         return batch.samples * (self.global_samples / (batch.global_samples * len(self.batches)))
 
     @property
     def global_samples(self) -> int:
-        """Of all ranks and batches."""
+        """Return the samples of all ranks and all batches of the step."""
         return sum(batch.global_samples for batch in self.batches)
 
 
@@ -83,18 +83,18 @@ class RunNumbers:
         return len(self._steps) >= self._times.steps_to_next
 
     def begin_batch(self, step: int, epoch: int, batch: Batch) -> None:
-        """The body of a batch begins, which belongs to a step."""
+        """Take the batch of a body that begins, and the step that it belongs to."""
         if not self._steps or self._steps[-1].number != step:
             self._steps.append(_Step(step, epoch))
         self._steps[-1].batches.append(batch)
 
     def add(self, loss: Tensor, share: float | Callable[[], float]) -> None:
-        """Takes a loss of the running step: scalar, mean over this rank's samples."""
+        """Take a loss of the running step. It is a scalar, the mean over this rank's samples."""
         step, value = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
         step.parts.append((value, len(step.batches), share))
 
     def end_step(self) -> None:
-        """The step's last body is over: its losses add up by their shares, as its gradients do."""
+        """Add up the losses of a step whose last body is over, by their shares, as its gradients add up."""
         step = self._steps[-1]
         parts, step.parts = step.parts, []
         for loss, place, share in parts:
@@ -106,7 +106,7 @@ class RunNumbers:
                 step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:
-        """The body was left before its end, so its batch does not count."""
+        """Forget the batch of a body that was left before its end."""
         step = self._steps[-1]
         step.batches.pop()
         step.parts = [part for part in step.parts if part[1] <= len(step.batches)]

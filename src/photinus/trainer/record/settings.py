@@ -158,7 +158,10 @@ class Settings:
         return list(dict.fromkeys(notes))
 
     def _find_replaced(self, before: Mapping[str, list[str]]) -> dict[str, str]:
-        """By name the class that something had, if it has another. Optimizers need one that is made from the other."""
+        """Return the class in the checkpoint of each object whose class has changed, by name.
+
+        A new class of an optimizer has to inherit from the old one, or the old one from it, else CheckpointError.
+        """
         classes = {name: (ours, before.get(name, ours)) for name, ours in self.given["classes"].items()}
         for name, (ours, theirs) in classes.items():
             if name in self._optimizers and ours[0] not in theirs and theirs[0] not in ours:
