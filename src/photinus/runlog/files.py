@@ -67,7 +67,7 @@ def set_damaged_aside(path: Path) -> Path:
 
 
 class Tail:
-    """Reads a growing text file bit by bit, and notices when it is begun anew."""
+    """Read a growing text file piece by piece, and notice when it was replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,20 +86,20 @@ class Tail:
         try:
             with open(self.path, "rb", opener=plain_file) as file:
                 status = os.fstat(file.fileno())
-                anew = self._offset > 0 and not self._is_the_same(file, status)
-                if anew:
+                is_restarted = self._offset > 0 and not self._is_the_same(file, status)
+                if is_restarted:
                     self._offset, self._last = 0, b""
                 self._file = (status.st_dev, status.st_ino)
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
-            anew = self._offset > 0
+            is_restarted = self._offset > 0
             self._offset, self._last = 0, b""
-            return anew, []
+            return is_restarted, []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
         self._last = (self._last + complete[-_REMEMBERED_BYTES:])[-_REMEMBERED_BYTES:]
-        return anew, complete.decode("utf-8", "replace").splitlines()
+        return is_restarted, complete.decode("utf-8", "replace").splitlines()
 
     def _is_the_same(self, file: object, status: os.stat_result) -> bool:
         if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:

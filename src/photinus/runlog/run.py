@@ -28,7 +28,7 @@ FORMAT = 2
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 
 _MOST = 2**53  # steps and epochs; what is larger was never counted
-_QUIET_S = 60.0  # a run of another host that writes nothing for so long is told to be silent
+_QUIET_S = 60.0  # a run of another host that writes nothing for this time is silent
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class State:
     """The state of a run: running or ended.
 
     Attributes:
-        word: "running", "finished", "stopped" (early, on request), "left" (its body was left), "failed" (a rank
-            raised), "died" (its process is gone and said nothing), "silent" (on another host, and nothing has come for
-            long) or "empty" (it has not begun).
-        why: more about it, as a sentence's end, or "".
+        word: "running", "finished", "stopped" (early, on request), "left" (the script left the loop), "failed" (a rank
+            raised), "died" (its process is gone and recorded no end), "silent" (on another host, which has written
+            nothing for long) or "empty" (not begun).
+        why: the reason, or "".
     """
 
     word: str
@@ -53,14 +53,14 @@ class Run:
         points: number of bins of a curve.
 
     Attributes:
-        folder: as given.
-        config: what config.json holds; {} without one.
-        losses: the curve of all steps' losses, over steps.
+        folder: the argument.
+        config: content of config.json; {} without one.
+        losses: curve of the loss of each step.
         last_loss, last_step, last_epoch: of the last step whose loss is known; NaN and 0 before there is one.
-        epochs: a row per epoch done, as in metrics.csv.
-        windows: what ranks.jsonl holds, the newest last.
-        events: what events.jsonl holds, the newest last.
-        damaged: how many lines could not be read.
+        epochs: rows of metrics.csv, one per epoch.
+        windows: lines of ranks.jsonl, the newest last.
+        events: lines of events.jsonl, the newest last.
+        damaged: number of lines that could not be read.
     """
 
     def __init__(self, folder: Path, *, points: int = 400) -> None:
@@ -83,7 +83,7 @@ class Run:
         self._columns = []
 
     def refresh(self) -> None:
-        """Reads what has come since the last time."""
+        """Read what was written since the last call."""
         if self._change_times(CONFIG):
             self.config = self._read_config()
         self._read_losses()
@@ -93,8 +93,8 @@ class Run:
             self.epochs = self._read_epochs()
 
     def _extend(self, items: list[Any], name: str, read: Callable[[str], Any]) -> None:
-        anew, lines = self._tails[name].read()
-        if anew:
+        is_restarted, lines = self._tails[name].read()
+        if is_restarted:
             items.clear()
         found = [read(line) for line in lines]
         good = [each for each in found if each is not None]
@@ -102,8 +102,8 @@ class Run:
         items.extend(good)
 
     def _read_losses(self) -> None:
-        anew, lines = self._tails[LOSSES].read()
-        if anew:
+        is_restarted, lines = self._tails[LOSSES].read()
+        if is_restarted:
             self._forget_losses()
         for line in lines:
             cells = line.split(",")
@@ -114,7 +114,7 @@ class Run:
                 continue
             try:
                 row = dict(zip(self._columns, cells, strict=True))
-                step, epoch, loss = int(row["step"]), int(row["epoch"]), _drawable(row["loss"])
+                step, epoch, loss = int(row["step"]), int(row["epoch"]), _drawable(float(row["loss"]))
             except (ValueError, KeyError):
                 step = epoch = -1
             if not (0 <= step < _MOST and 0 <= epoch < _MOST):
@@ -137,10 +137,10 @@ class Run:
         _, lines = Tail(self.folder / METRICS).read()
         rows, names, found = [], [], []
         with contextlib.suppress(csv.Error):
-            names, *found = csv.reader(f"{line}\n" for line in lines or [""])  # a name may hold a comma
+            names, *found = csv.reader(f"{line}\n" for line in lines or [""])  # a name may hold a comma or a line's end
         for cells in found:
             try:
-                rows.append({name: _drawable(cell) for name, cell in zip(names, cells, strict=True) if cell})
+                rows.append({name: _drawable(float(cell)) for name, cell in zip(names, cells, strict=True) if cell})
             except ValueError:
                 self.damaged += 1
         return [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's name, with backslashes for what is no UTF-8."""
+        """Name of the folder, with backslashes in place of bytes that are not UTF-8."""
         return self.folder.resolve().name.encode(errors="backslashreplace").decode()
 
     @property
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def epochs_wanted(self) -> int:
-        """After how many epochs the run ends; 0 when it is not known."""
+        """Number of epochs after which the run ends; 0 if it is not known."""
         return _whole(self._of_start("epochs")) or _whole(self.option.get("epochs"))
 
     @property
@@ -208,7 +208,7 @@ class Run:
 
     @property
     def steps_wanted(self) -> int:
-        """After how many steps the run ends; 0 when it is not known."""
+        """Number of steps after which the run ends; 0 if it is not known."""
         return _whole(self._of_start("steps")) or self.epochs_wanted * self.steps_per_epoch
 
     @property
@@ -230,7 +230,7 @@ class Run:
 
     @property
     def logged(self) -> list[str]:
-        """Names of what the user logged at ends of epochs, in the order of their appearance."""
+        """Names of the values that the user logged, in the order in which they first appear."""
         return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in OWN_COLUMNS]
 
     @property
@@ -291,9 +291,8 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MOST else 0
 
 
-def _drawable(text: str) -> float:
-    """The number, or infinity or 0 where it is so large or small that no axis can have it."""
-    value = float(text)
+def _drawable(value: float) -> float:
+    """Return the value, or infinity or 0 if it is too large or too small for an axis."""
     return value * math.inf if abs(value) > 1e100 else value if abs(value) > 1e-100 else 0.0 * value
 
 
@@ -303,10 +302,10 @@ _WITHOUT_RUNS = frozenset({"__pycache__", "node_modules", "site-packages", "venv
 
 
 def find_runs(below: Path) -> Iterator[Path]:
-    """The folders of runs in a folder, itself included, down to DEPTH folders below it.
+    """Yield the folders of runs in a folder, itself included, down to DEPTH folders below it.
 
-    What lies in a run's folder (checkpoints, earlier runs moved aside) is not looked at, nor are hidden folders and
-    links. Nor does it go on for ever: after 20,000 folders it has looked enough.
+    Folders inside a run's folder (checkpoints, earlier runs moved aside), hidden folders and links are skipped. The
+    search ends after 20,000 folders.
     """
     for folder, inside, _ in itertools.islice(os.walk(below), _MOST_FOLDERS):
         is_one = is_run(Path(folder))

@@ -102,7 +102,7 @@ class RunFiles:
             os.fsync(file.fileno())
 
     def add_row(self, history: Sequence[Row]) -> None:
-        """Writes metrics.csv anew; it has one row per epoch, and columns may appear at any epoch."""
+        """Write metrics.csv as a whole: it has one row per epoch, and columns may appear at any epoch."""
         last = ("samples_per_s", "elapsed_s", "start")
         names: dict[str, None] = {"epoch": None, "step": None, "loss": None}
         for row in history:
