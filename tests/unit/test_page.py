@@ -307,6 +307,26 @@ def test_each_phase_of_a_step_is_a_layer_as_high_as_its_mean_over_ranks(tmp_path
     assert "All values are between 0 ms and 5 ms." in chart.summary
 
 
+def test_of_many_ranks_the_slowest_have_a_line(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", ranks=8, slow={7: {"forward": 0.003}}))
+    run.refresh()
+    (chart,) = (
+        each for each in charts([run], ["run"]) if each.title.startswith("own time of the 6 slowest of 8 ranks")
+    )
+    assert [label for label, _ in chart.key] == [*(f"rank {rank}" for rank in range(5)), "rank 7"]
+
+
+def test_a_restart_is_a_dotted_line_with_a_name_in_the_key(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", restart_at=25))
+    run.refresh()
+    (loss, *_) = charts([run], ["run"])
+    assert loss.key[-1] == ("restart", figures.SOFT)
+    (line,) = groups(loss.svg, "restart")
+    assert "stroke-dasharray" in line
+    both = charts([run, run], ["a", "b"])  # of several runs nobody could tell the lines apart
+    assert not any(groups(chart.svg, "restart") for chart in both)
+
+
 def test_windows_put_together_keep_the_mean_of_their_steps_and_the_most_memory() -> None:
     windows = [window(10, steps=10), window(40, steps=30, slow={1: {"data": 0.0041}}), window(50, ranks=1)]
     first, second = mean_windows(windows, 1)

@@ -363,6 +363,9 @@ def test_what_comes_later_is_added_and_what_was_taken_back_is_forgotten(tmp_path
     (folder / "losses.csv").write_text("step,epoch,loss,start\n1,1,3.5,1\n2,1,2.5,2\n")
     run.refresh()
     assert (run.last_step, run.losses.count, run.losses.high, list(run.not_finite)) == (2, 2, 3.5, [])
+    (folder / RANKS).write_text(window(5).to_line())
+    run.refresh()
+    assert [each.step for each in run.windows] == [5]
 
 
 def test_every_file_may_be_cut_anywhere(tmp_path: Path) -> None:
