@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import photinus
 from photinus.runlog.events import read_events
 from photinus.trainer.session import preemption
-from tests.dist.test_run import RunningJob
+from tests.dist.test_run import RunningJob, run_job, script
 from tests.dist.test_run_hosts import free_port, launch
 from tests.faults.test_run_end import alive
 from tests.fork_server import REPOSITORY
@@ -350,11 +350,16 @@ def test_a_killed_rank_still_costs_no_grace_although_the_others_take_sigterm(tmp
     assert "restart 1 of 3" in ended.err
 
 
+def test_a_request_to_suspend_says_once_that_no_worker_is_in_a_loop(tmp_path: Path) -> None:
+    ended = run_job("-n", "1", "--cpu", "--preempt-after", "0.1", script(tmp_path, "import time; time.sleep(2.5)"))
+    assert ended.code == 0, ended.err
+    assert ended.err.count("photinus: suspend requested, but no worker is in a loop that saves yet") == 1
+
+
 @pytest.mark.slow
 def test_a_trial_of_preemption_after_some_seconds_costs_nothing(tmp_path: Path, whole: list[str]) -> None:
     ended = start_small(tmp_path, "--preempt-after", "0.1").end()
     assert ended.code == 0, ended.out + ended.err
-    assert "photinus: suspend requested, but no worker is in a loop that saves" in ended.err
     assert ended.err.count("photinus: suspended at step ") == 1, ended.err
     assert fingerprints(tmp_path) == whole
 

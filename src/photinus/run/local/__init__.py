@@ -13,5 +13,5 @@ output       the workers' lines on the launcher's terminal, and in log files
 equal_lines  shows once what several ranks print
 logs         the workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout
 interrupts   Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points
-guard        ends everything when the launcher itself is killed
+guard        ends everything that outlives a killed launcher, and adopts what outlives a worker
 """
