@@ -95,15 +95,15 @@ def alive(pid):
 
 
 def test_workers_that_finish_leave_no_death_and_no_process(tmp_path):
-    with workers(tmp_path, "sys.exit(0)") as (processes, guard, _):
+    with workers(tmp_path, "sys.exit(0)") as (processes, guard, interrupts):
         started = pids(processes)
-        assert guard.groups == set(started.values())
+        assert guard.groups == interrupts.groups == set(started.values())
         watch(processes, lambda: not processes.any_running())
         assert not processes.any_failed()
         assert processes.finished_ranks() == [0, 1]
         processes.stop(signal.SIGTERM, 5.0)
         assert processes.deaths() == []
-        assert guard.groups == set()
+        assert guard.groups == interrupts.groups == set()
         assert not any(alive(pid) for pid in started.values())
 
 
