@@ -36,6 +36,7 @@ def test_every_rank_finds_its_place_its_arguments_and_the_others(place, here):
     assert ended.code == 0, ended.err
     found = reports(ended)
     assert sorted(found) == [0, 1, 2], ended.err
+    assert "without a secret" not in ended.err
     assert [found[rank]["host"] for rank in range(3)] == ["host-0", "host-0", "host-1"]
     assert [found[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "1", "0"]
     assert [found[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "0", "1"]
