@@ -70,7 +70,7 @@ def train(folder: str, name: str, turns: int, turn_s: float) -> None:
                 loop.backward(cross_entropy(model(given).flatten(0, -2), wanted.flatten()))
                 optimizer.step()
                 optimizer.zero_grad()
-            steps, snapshots = loop.step - FIRST_STEPS, loop._snapshots._count
+            steps, snapshots = loop.step - FIRST_STEPS, loop._checkpointer.snapshots._count
             found.append({"way": way, "step_s": (time.perf_counter() - began_s) / steps, "snapshots": snapshots})
         if world.is_main:
             Path(folder, "found.json").write_text(json.dumps(found))

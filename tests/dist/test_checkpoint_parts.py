@@ -11,7 +11,7 @@ import torch
 
 import photinus
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint import copies
+from photinus.trainer.checkpoint import state_memory
 from photinus.trainer.checkpoint.durable import failure_of_first
 from photinus.trainer.checkpoint.folder import CheckpointFolder
 from photinus.trainer.checkpoint.parts import Parts
@@ -22,16 +22,16 @@ TRAINING = """
 import os, sys
 import torch, photinus
 from torch import nn
-from photinus.trainer.checkpoint import copies
+from photinus.trainer.checkpoint import state_memory
 from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER
 out, strategy, fault = sys.argv[1:4]
-copies.LEAST_BYTES = 0
+state_memory.LEAST_BYTES = 0
 written = []
 
-def note(order, copied):
-    written.append((order.step, copied.is_parted, copied.host, copied.hosts))
-    type(WRITER).write(WRITER if order.step else FILE_WRITER, order, copied)
-    if fault == "killed" and copied.host and len(written) == 2:
+def note(order, image, then=None):
+    written.append((order.step, image.is_parted, image.host, image.hosts))
+    type(WRITER).write(WRITER if order.step else FILE_WRITER, order, image, then)
+    if fault == "killed" and image.host and len(written) == 2:
         WRITER._process.kill()
 
 WRITER.write = FILE_WRITER.write = note
@@ -41,7 +41,7 @@ if fault == "shared":  # hosts see one folder, but work in different ones
     os.chdir(place)
     out = "."
 if fault == "apart":
-    copies._leave_probe = lambda folder: "/nowhere/probe-0"
+    state_memory._leave_probe = lambda folder: "/nowhere/probe-0"
 with photinus.init("photinus", "cpu", seed=1):
     x = torch.randn(48, 16)
     model = nn.Sequential(nn.Linear(16, 37), nn.BatchNorm1d(37), nn.Linear(37, 5, dtype=torch.float32), nn.Linear(5, 1))
@@ -57,7 +57,7 @@ with photinus.init("photinus", "cpu", seed=1):
         optimizer.step()
     photinus.save(out + "/waited.pt", model=model, optimizer=optimizer, step=loop.step)
     photinus.save(out + "/beside.pt", wait=False, model=model, optimizer=optimizer, step=loop.step)
-    copies.LEAST_BYTES = 1 << 60
+    state_memory.LEAST_BYTES = 1 << 60
     photinus.save(out + "/gathered.pt", model=model, optimizer=optimizer, step=loop.step)
     print(loop.summary())
     print("written", os.environ["RANK"], written)
@@ -139,7 +139,7 @@ def save_a_model_that_its_user_split(rank: int, world_size: int, folder: str, ro
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    copies.LEAST_BYTES = 0
+    state_memory.LEAST_BYTES = 0
     mesh = init_device_mesh("cpu", (rows, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(torch.nn.Linear(3, 6), mesh["tensor"], ColwiseParallel())
     if rows > 1:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import photinus
-from photinus.trainer.checkpoint import copies
+from photinus.trainer.checkpoint import state_memory
 from photinus.trainer.checkpoint.folder import CheckpointFolder
 from photinus.trainer.checkpoint.writer import WRITER
 from tests.ranks import run_ranks, values
@@ -21,7 +21,7 @@ from tests.small_run import train
 
 def train_beside(rank: int, world_size: int, out: str, strategy: str, least_bytes: int) -> list[Any]:
     """The name of the last checkpoint of a run, and its files."""
-    copies.LEAST_BYTES = least_bytes
+    state_memory.LEAST_BYTES = least_bytes
     with photinus.init("gloo", "cpu", seed=3):
         plain = torch.nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -56,7 +56,7 @@ def test_every_strategys_states_are_written_as_if_at_once(tmp_path: Path, strate
 
 def lose_the_writer(rank: int, world_size: int, out: str) -> str:
     """The error of a rank, after the process that writes was killed."""
-    copies.LEAST_BYTES = 0
+    state_memory.LEAST_BYTES = 0
 
     def kill(step: int) -> None:
         if WRITER._process is None or step not in (8, 9):
@@ -76,7 +76,7 @@ def lose_the_writer(rank: int, world_size: int, out: str) -> str:
 
 def save_sparse_momentum(rank: int, world_size: int, out: str) -> bool:
     """Return whether the momentum of sparse gradients comes back from a checkpoint that is written beside training."""
-    copies.LEAST_BYTES = 0
+    state_memory.LEAST_BYTES = 0
     with photinus.init("gloo", "cpu", seed=3):
         plain = torch.nn.EmbeddingBag(10, 3, sparse=True)
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,12 @@ def check(folder: Path, at_least: int) -> int:
 
 
 @contextmanager
-def killed_at_call(number: int) -> Iterator[None]:
-    """In this process, the number-th call that changes the file system is not made: the process is killed before it."""
+def killed_at_call(number: int, more: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
+    """In this process, the number-th call that changes the file system is not made: the process is killed before it.
+
+    Args:
+        more: functions that count, too, each with its module.
+    """
     count = 0
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,14 +63,14 @@ def killed_at_call(number: int) -> Iterator[None]:
         return call
 
     names = ("open", "write", "pwrite", "fsync", "close", "rename", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
-    originals = {name: getattr(os, name) for name in names}
-    for name, original in originals.items():
-        setattr(os, name, counting(original))
+    originals = [(module, name, getattr(module, name)) for module, name in (*((os, name) for name in names), *more)]
+    for module, name, original in originals:
+        setattr(module, name, counting(original))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(os, name, original)
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 def in_child(work: Callable[[], None], kill_after_s: float | None = None) -> int:

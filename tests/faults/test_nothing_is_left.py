@@ -24,8 +24,8 @@ folder = sys.argv[1]
 with open(f"{folder}/pids", "a") as file:
     file.write(f"{os.getpid()}\\n")
 import torch, photinus
-from photinus.trainer.checkpoint import copies
-copies.LEAST_BYTES = 0  # another process writes the checkpoints
+from photinus.trainer.checkpoint import state_memory
+state_memory.LEAST_BYTES = 0  # another process writes the checkpoints
 with photinus.init("photinus", seed=1) as world:
     data = torch.utils.data.TensorDataset(torch.randn(64, 512))
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))

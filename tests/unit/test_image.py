@@ -52,6 +52,10 @@ def host() -> Iterator[Host]:
     made.close()
 
 
+def load(paths: list[str], rank: int | None = None) -> dict[str, Any]:
+    return image_reader.load(image_reader.open_files(paths), rank)
+
+
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -97,7 +101,7 @@ def test_state_comes_back_as_it_was_and_each_byte_is_copied_once(host):
     equal = addresses(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "position": {"step": 7, "x": (1, None)}}
     copies = host.write([Content(state, {"rng": {rank: torch.arange(rank)}}, equal) for rank in range(3)])
-    found = image_reader.load(host.paths)
+    found = load(host.paths)
     rng = found.pop("rng")
     assert_equal(found, state)
     assert_equal(rng, {rank: torch.arange(rank) for rank in range(3)})
@@ -127,7 +131,7 @@ def test_tensors_of_odd_layouts_types_and_sizes_come_back(host):
     everything = frozenset(each.data_ptr() for each in state["x"].values() if not each.is_sparse)
     for equal in (frozenset(), everything):
         host.write([Content(state, {}, equal)] * 3)
-        found = image_reader.load(host.paths)["x"]
+        found = load(host.paths)["x"]
         for name, tensor in state["x"].items():
             assert torch.equal(found[name].to_dense(), tensor.to_dense()), name
         assert found["transposed"].stride() == base.t().stride()
@@ -138,7 +142,7 @@ def test_what_was_one_tensor_under_two_names_stays_one(host):
     for own in (False, True):
         state = {"model": {"a": tied, "b": tied.detach()}}
         host.write([Content({} if own else state, state if own else {})] * 3)
-        found = image_reader.load(host.paths)["model"]
+        found = load(host.paths)["model"]
         assert found["a"] is found["b"]
 
 
@@ -149,7 +153,7 @@ def test_states_that_ranks_hold_in_parts_are_joined_in_the_order_of_the_paramete
         contents.append(Content({"position": 1}, {"optimizer": {"state": state, "param_groups": [{"lr": 0.1}]}}))
     host.write(contents)
     for rank in (None, 1):
-        found = image_reader.load(host.paths, rank)
+        found = load(host.paths, rank)
         assert list(found["optimizer"]["state"]) == list(range(7))
         assert all(float(s["exp_avg"][0]) == index for index, s in found["optimizer"]["state"].items())
         assert found["optimizer"]["param_groups"] == [{"lr": 0.1}]
@@ -157,7 +161,7 @@ def test_states_that_ranks_hold_in_parts_are_joined_in_the_order_of_the_paramete
 
 def test_a_rank_gets_back_what_it_had_of_its_own(host):
     host.write([Content({}, {"model": {"buffer": torch.tensor(rank)}}) for rank in range(3)])
-    assert [int(image_reader.load(host.paths, rank)["model"]["buffer"]) for rank in (None, 0, 1, 2)] == [0, 0, 1, 2]
+    assert [int(load(host.paths, rank)["model"]["buffer"]) for rank in (None, 0, 1, 2)] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("size", [1 << 10, 5 << 20])
@@ -172,7 +176,7 @@ def test_what_changes_after_it_was_taken_does_not_matter(host, size):
         copy.seal_beside()
         copy.wait()
         image_reader.verify(host.paths[0])
-        assert not image_reader.load(host.paths[:1])["x"].any()
+        assert not load(host.paths[:1])["x"].any()
 
 
 class FakeStream:
@@ -226,13 +230,13 @@ def test_every_one_of_1000_random_flips_is_refused(host):
     state = {"model": {"weight": torch.randn(3000), "bias": torch.randn(5)}, "position": {"step": 7}}
     host.write([Content(state, {"rng": {rank: 1}}, {state["model"]["weight"].data_ptr()}) for rank in range(3)])
     chance = random.Random(0)
-    progress = range(HEAD_BYTES - 16, HEAD_BYTES)  # no part of the image
+    beside = range(HEAD_BYTES - 24, HEAD_BYTES)  # no part of the image
     for _ in range(1000):
         rank = chance.randrange(3)
         head = read_head(host.paths[rank])
         assert head is not None
-        at = chance.choice([chance.randrange(HEAD_BYTES - 16), chance.randrange(HEAD_BYTES, head.bytes)])
-        assert at not in progress
+        at = chance.choice([chance.randrange(HEAD_BYTES - 24), chance.randrange(HEAD_BYTES, head.bytes)])
+        assert at not in beside
         byte = os.pread(host.descriptors[rank], 1, at)
         os.pwrite(host.descriptors[rank], bytes([byte[0] ^ 1 << chance.randrange(8)]), at)
         with pytest.raises(CheckpointError, match="damaged"):
@@ -245,7 +249,7 @@ def test_files_of_two_steps_do_not_make_an_image(host):
     host.write([Content({"x": 1}, {})] * 3, step=7)
     Copy(Head("run", 8, 1, 3, 1, 3), Content({"x": 1}, {})).take(host.files[1])
     with pytest.raises(CheckpointError, match="another image"):
-        image_reader.load(host.paths)
+        load(host.paths)
 
 
 def test_progress_is_kept_beside_the_image(host):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import photinus
 from photinus import Saving
 from photinus.errors import CheckpointError
 from photinus.runlog.events import read_events
-from photinus.trainer.checkpoint import copies, image, writer
+from photinus.trainer.checkpoint import image, state_memory, writer
 from photinus.trainer.checkpoint.folder import CheckpointFolder
-from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER
+from photinus.trainer.checkpoint.image import Content, MemoryFile
+from photinus.trainer.checkpoint.writer import FILE_WRITER, WRITER, Order
+from photinus.trainer.checkpoint.writer_process import carry_out
 from tests.small_run import QUIET, CutOffError, Numbered, train
 
 
@@ -41,7 +44,7 @@ def _close() -> Iterator[None]:
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every state is large enough."""
-    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
+    monkeypatch.setattr(state_memory, "LEAST_BYTES", 0)
 
 
 def _loop(out: Path, **options: Any) -> photinus.Loop:
@@ -69,7 +72,7 @@ def test_it_is_the_checkpoint_that_would_have_been_written_at_once(
     tmp_path: Path, world: Any, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path / "beside", epochs=2)
-    monkeypatch.setattr(copies, "LEAST_BYTES", 1 << 60)
+    monkeypatch.setattr(state_memory, "LEAST_BYTES", 1 << 60)
     train(tmp_path / "at once", epochs=2)
     ours, theirs = (CheckpointFolder(tmp_path / name / "checkpoints").newest() for name in ("beside", "at once"))
     assert ours is not None
@@ -88,7 +91,7 @@ def test_a_limit_on_memory_lets_the_loop_save_at_once(
 
     with pytest.MonkeyPatch.context() as limited:
         limited.setattr(image.mmap, "mmap", refuse)
-        WRITER.copies.close()
+        WRITER.memory.close()
         _train(_loop(tmp_path))
     newest = CheckpointFolder(tmp_path / "checkpoints").newest()
     assert newest is not None
@@ -114,7 +117,7 @@ def test_two_loops_that_take_turns_save_each_its_own(tmp_path: Path, world: Any,
             loop._optimizer.step()
             loop._optimizer.zero_grad()
     for loop in loops:
-        newest = CheckpointFolder(loop._folder.checkpoints).newest()
+        newest = CheckpointFolder(loop._checkpointer.folder).newest()
         assert newest is not None
         assert newest.load()["optimizer"]["state"][0]["step"] == newest.step > 15
 
@@ -160,10 +163,31 @@ def test_the_event_of_a_checkpoint_comes_when_it_is_on_the_disk(tmp_path: Path, 
 def test_a_host_without_room_for_a_copy_writes_at_once(
     tmp_path: Path, world: Any, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "_MOST_OF_MEMORY", -1.0)  # its memory is there from tests before
+    monkeypatch.setattr(state_memory, "_MOST_OF_MEMORY", -1.0)  # its memory is there from tests before
     monkeypatch.setattr(WRITER, "write", None)
     _train(_loop(tmp_path))
     assert CheckpointFolder(tmp_path / "checkpoints").newest() is not None
+
+
+def test_memory_that_is_overwritten_while_it_is_read_gives_no_checkpoint(tmp_path: Path) -> None:
+    """As by the ranks of the next attempt, where the process that writes outlives the last one."""
+    memory = state_memory.StateMemory()
+    copy = memory.plan(Content({"x": torch.ones(3)}, {}), 1, alone=True)
+    file = memory.take(copy)
+    image = memory.share(copy, file, tmp_path, alone=True)
+    assert image is not None
+    assert isinstance(file, MemoryFile)
+    places = [f"/proc/self/fd/{descriptor}" for descriptor in image.files]
+    for step in (1, 2):
+        order = {"order": asdict(Order(str(tmp_path), step)), **asdict(image)}
+        if step == 1:
+            assert carry_out(order, places, lambda: True) == str(tmp_path / "step-00000001")
+            file.unseal()
+        else:
+            with pytest.raises(CheckpointError, match="was overwritten while it was being written"):
+                carry_out(order, places, lambda: True)
+    memory.close()
+    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000001"]
 
 
 # -- photinus.save(wait=False) ---------------------------------------------------------------------------------------

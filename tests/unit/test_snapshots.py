@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from torch import nn
 import photinus
 from photinus.job.worker_files import WorkerFiles, read_head
 from photinus.trainer import snapshots
-from photinus.trainer.checkpoint import image
+from photinus.trainer.checkpoint import image, state_memory, writer
+from photinus.trainer.checkpoint.writer import WRITER
 from photinus.trainer.record.run_folder import RunFolder
 
 
@@ -96,7 +98,7 @@ def train(
     best: str | None = None,
     **options: Any,
 ) -> Any:
-    """Trains, by a step of the optimizer in each Nth body; returns the last loop, and a copy of what it trained."""
+    """Trains; returns the last loop, and a copy of what it trained."""
     RunFolder._begun = 0  # as in a new process
     with photinus.init("gloo", device="cpu", seed=3):
         for number in range(loops):
@@ -292,7 +294,7 @@ def test_a_loop_in_the_body_of_another_leaves_its_snapshots_alone(launcher, tmp_
             outer.step_of_it(inputs)
     note = "note: no snapshots in memory: the loop whose body runs this one has them"
     assert capsys.readouterr().out.count(note) == 1
-    assert [each._snapshots._count for each in (outer, inner, after)] == [5, 0, 2]
+    assert [each._checkpointer.snapshots._count for each in (outer, inner, after)] == [5, 0, 2]
 
 
 @pytest.mark.parametrize("every", [1, None])
@@ -359,6 +361,46 @@ def test_too_little_memory_gives_one_note_and_training_goes_on(launcher, tmp_pat
     assert launcher.steps() == []
 
 
+@pytest.mark.parametrize(("free", "count"), [(1.9, 0), (2.4, 11)])
+def test_memory_has_to_hold_two_copies(launcher, tmp_path, monkeypatch, free, count):
+    one = train(tmp_path / "a")[0]._checkpointer.snapshots._bytes
+    monkeypatch.setattr(snapshots, "free_memory", lambda: int(free * one))
+    assert train(tmp_path / "b")[0]._checkpointer.snapshots._count == count
+
+
+def test_a_snapshot_that_another_rank_did_not_seal_does_not_count(launcher, tmp_path, monkeypatch):
+    most, calls = snapshots.Snapshots._most, []
+
+    def most_of_two(self: Any, values: tuple[float, ...]) -> list[float]:
+        calls.append(values)
+        return [1.0 if len(calls) > 4 else values[0], *most(self, values[1:])]
+
+    monkeypatch.setattr(snapshots.Snapshots, "_most", most_of_two)
+    with pytest.raises(EndedError):
+        train(tmp_path, fail_at=9)
+    assert launcher.steps() == [3, 8]
+
+
+def test_a_snapshot_that_is_being_written_to_the_disk_is_left_alone(launcher, tmp_path, monkeypatch):
+    train(tmp_path / "quiet", epochs=4)
+    monkeypatch.setattr(state_memory, "LEAST_BYTES", 0)
+    monkeypatch.setattr(writer, "_LOOK_EVERY_S", 0.1)
+    write = WRITER.write
+
+    def stop(*arguments: Any) -> None:
+        write(*arguments)
+        assert WRITER._process is not None
+        WRITER._process.send_signal(signal.SIGSTOP)  # until it is waited for
+
+    monkeypatch.setattr(WRITER, "write", stop)
+    loop, _ = train(tmp_path / "slow", epochs=4)
+    WRITER.close()
+    assert loop._checkpointer.snapshots._count == 13  # 11, that of the checkpoint, and one on the other side
+    for step in (12, 24):
+        found, wanted = (photinus.load(tmp_path / name / "0", step=step) for name in ("slow", "quiet"))
+        assert_same(found["model"], wanted["model"])
+
+
 def test_a_state_that_outgrows_the_memory_gives_one_note_and_training_goes_on(launcher, tmp_path, monkeypatch, capsys):
     class Growing:
         seen = torch.zeros(0)
@@ -378,7 +420,7 @@ def test_a_state_that_outgrows_the_memory_gives_one_note_and_training_goes_on(la
     assert loop.finished
     note = "note: no snapshots in memory: rank 0: the state grew from "
     assert capsys.readouterr().out.count(note) == 1
-    assert loop._snapshots._count > 2
+    assert loop._checkpointer.snapshots._count > 2
 
 
 @pytest.mark.parametrize(("every", "lines"), [(1, 1), (None, 0)])

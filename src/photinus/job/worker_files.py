@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from .. import env
 
 HEAD_BYTES = 4096
-PROGRESS_AT = HEAD_BYTES - 16  # the last finished step, and its complement
+USE_AT, PROGRESS_AT = HEAD_BYTES - 24, HEAD_BYTES - 16  # the number of the file's use; the last finished step, twice
 _MAGIC = b"PHOTIMG1"
 _FOR_TORCH = "TORCHELASTIC_ERROR_FILE"
 
@@ -89,14 +89,14 @@ class Head:
 def pack_head(head: Head) -> bytes:
     """Return what `read_head` reads, as long as the place for it."""
     text = json.dumps(asdict(head)).encode()
-    body = (struct.pack("<I", len(text)) + text).ljust(PROGRESS_AT - len(_MAGIC) - 4, b"\0")
+    body = (struct.pack("<I", len(text)) + text).ljust(USE_AT - len(_MAGIC) - 4, b"\0")
     return _MAGIC + struct.pack("<I", zlib.crc32(body)) + body
 
 
 def read_head(path: str) -> Head | None:
     """Return the head of an image; None where the file has none, or a damaged one."""
     raw = _first_bytes(path)
-    body = raw[len(_MAGIC) + 4 : PROGRESS_AT]
+    body = raw[len(_MAGIC) + 4 : USE_AT]
     if len(raw) < HEAD_BYTES or raw[: len(_MAGIC) + 4] != _MAGIC + struct.pack("<I", zlib.crc32(body)):
         return None
     (length,) = struct.unpack_from("<I", body)

@@ -9,7 +9,8 @@ step_ledger  the backwards, losses and optimizer steps of a loop's step; and bac
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 objective    from a batch to its loss, and the weight of that
 optimizer_modes  optimizers that train other weights than those to use (schedule-free)
-saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
+state        the state of a loop: which entries a checkpoint has, who gives each, and who takes it back
+checkpointer  a loop's checkpoints and snapshots: from a rank's state to memory and disk, and back
 snapshots    a loop's state in the memory of its hosts, from which workers come back after a failure
 early_stopping  the end of a run before its last epoch, by what its rows say
 forwards     blocks of a data set, each computed once, by one rank

@@ -33,8 +33,8 @@ from ..parallel.tracing.spans import span
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from .averages import Average
-from .checkpoint.kept import Kept
-from .checkpoint.position import Length, Position
+from .checkpoint.position import Length
+from .checkpointer import Checkpointer, wait_for_writer
 from .data import rng
 from .data.arguments import explains_unknown
 from .data.loader import Batch, Loader, note_place, train_batches
@@ -46,7 +46,6 @@ from .record.run_folder import RunFolder
 from .record.run_numbers import RunNumbers
 from .record.spec import Reporting, RunSpec, Saving, check_options
 from .record.step_clock import StepClock
-from .saves import Saves
 from .session import preemption
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
@@ -59,7 +58,7 @@ from .session.wrapping import (
     check_second_models,
     exchanges_gradients,
 )
-from .snapshots import Snapshots
+from .state import LoopState
 from .step_ledger import StepLedger, parameters_with_gradients
 from .weighted_means import values_of
 
@@ -121,7 +120,6 @@ class Loop:
         epochs, steps, steps_per_epoch: how long the run is; steps are the optimizer's. None: not known of a stream.
         resumed_from: path of the checkpoint that the run goes on from, None for a fresh start; Path("memory") for a
             snapshot (see `Saving.snapshot_every`).
-        checkpoint: path of the newest checkpoint of this run, None before the first.
     """
 
     @explains_unknown
@@ -197,42 +195,29 @@ class Loop:
             session, models, optimizers, [*averages.values()], self._numbers, self._clock, self._replicas
         )
         self._modes = OptimizerModes([optimizer, *others.values()], session.switching)
-        self._saves = Saves(session, model, optimizer, others, spec, self._loader)
+        state_of_run = LoopState(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
         if out is not None:
             with together("looking at what to save"):
-                self._saves.check()
+                state_of_run.check()
         # Last, because it locks the folder and moves away what lies there: all that can be wrong was looked at before.
         least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
         self._folder = RunFolder(session, out, resume, spec, user_options(report.config), report, least_bytes)
         self.out = self._folder.path
-        self._snapshots = Snapshots(session, self._saves, self._folder.run, save.snapshot_every)
-        self._begin_at_the_checkpoint(report)
+        self._checkpointer = Checkpointer(session, state_of_run, self._folder, spec)
+        self._begin_at_the_checkpoint(report, resume)
 
-    def _begin_at_the_checkpoint(self, report: Reporting) -> None:
+    def _begin_at_the_checkpoint(self, report: Reporting, resume: str | os.PathLike[str] | None) -> None:
         """Puts the loop where the run is: at its start, or at the checkpoint that it goes on from."""
-        self._position = Position()
-        self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
-        self.resumed_from: Path | None = None
-        self.checkpoint: Path | None = None
-        self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
+        self._saved_s, self._save_pause_s = time.monotonic(), _SAVE_AFTER_S
         is_stream = self._loader.shards > 0
         self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader)
         self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
-        # Ranks that do not see rank 0's disk have a copy for the time of the block, so they load inside it.
-        steps_lost = -1
-        with self._folder.starting_point(self._snapshots.find()) as checkpoint:
-            if checkpoint is not None:
-                self._position, self._rng = self._saves.load(checkpoint, self._batches_per_epoch)
-                self._modes.loaded()
-                self.resumed_from = checkpoint.path
-                self._judge_again()
-                status.tell(saved=self._position.step)
-            if isinstance(checkpoint, Kept):
-                self._snapshots.go_on_from(checkpoint)
-                steps_lost = checkpoint.steps_lost
-            elif checkpoint is not None:
-                self._saved_step, self.checkpoint = self._position.step, checkpoint.path
+        restored = self._checkpointer.restore(resume, self._batches_per_epoch)
+        self._position, self._rng, self.resumed_from = restored.position, restored.numbers, restored.path
+        if restored.path is not None:
+            self._modes.loaded()
+            self._judge_again()
         length = self._spec.length
         of_epoch = self._position, self._batches_per_epoch, self._accumulate
         self.epochs = length.epochs if is_stream else length.epochs_of(*of_epoch)
@@ -240,17 +225,15 @@ class Loop:
         self._batch: Batch | None = None  # the one whose body runs
         self._batches_done = 0  # of the running step
         self._validated_s = self._session.aside_s
-        self._save_wanted = isinstance(checkpoint, Kept) and checkpoint.is_unsaved
-        self._is_writing = False
+        self._save_wanted = restored.is_unsaved
         self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
         self._suspending = False  # all ranks have agreed to leave when this step's checkpoint is saved
         is_visible = report.progress and self._session.is_main
         self._progress = Progress(is_visible, length, None if is_stream else self._batches_per_epoch, self._accumulate)
         whole = {name: getattr(self, name) for name in ("epochs", "steps", "steps_per_epoch")}
-        self._folder.begin(
-            self._position, {**whole, "batch_size": self._loader.batch_size * self._accumulate}, self.resumed_from
-        )
+        whole["batch_size"] = self._loader.batch_size * self._accumulate
+        self._folder.begin(self._position, whole, self.resumed_from, restored.point)
         if not self._session.is_main:
             return
         if self.finished:
@@ -266,8 +249,8 @@ class Loop:
                 )
             self._folder.draw(if_missing=True)
             say(self.summary())
-        elif steps_lost >= 0:
-            steps = plural(steps_lost, "step")
+        elif restored.steps_lost >= 0:
+            steps = plural(restored.steps_lost, "step")
             say(f"resumed from memory: step {self._position.step} ({steps} lost), {length.describe(self._position)}")
         elif self.resumed_from is not None:
             say(f"resumed from {self.resumed_from}: {length.describe(self._position)}")
@@ -335,6 +318,15 @@ class Loop:
     def finished(self) -> bool:
         """Return whether all epochs (or steps) are done, or the run was stopped."""
         return self._spec.length.reached(self._position)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Return the path of the newest checkpoint of this run, None before the first."""
+        return self._checkpointer.newest
+
+    @property
+    def _is_saved(self) -> bool:
+        return self._checkpointer.saved_step == self._position.step
 
     @property
     def history(self) -> list[Row]:
@@ -495,7 +487,7 @@ class Loop:
         clock.start()
         self._ledger.begin()
         self._modes.begin()
-        self._snapshots.begin(position.step)
+        self._checkpointer.snapshots.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
         # Without a folder there would be nothing to resume from.
         self._signals = preemption.Watch(self._session.suspends and self.out is not None)
@@ -530,7 +522,7 @@ class Loop:
                         continue
                     self._batches_done = 0
                     position.step += 1
-                    keeps = self._snapshots.settle(position.step, self._saved_step)
+                    keeps = self._checkpointer.step_ended(position.step)
                     status.tell(steps=position.step)
                     self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)
                     # In its last step a run finishes instead: there would be nothing left to resume.
@@ -544,14 +536,14 @@ class Loop:
             clock.stop()
             self._ledger.end()
             self._modes.end(is_finished=has_ended)
-            self._snapshots.end()
+            self._checkpointer.snapshots.end()
             note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
             if self._batch is not None:  # the body was left early
                 self._batch = None
                 self._ledger.body_ended(is_left=True)
             self._progress.close()
             self._signals.close()
-            self._folder.settle()  # left early
+            wait_for_writer()  # left early
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -613,9 +605,9 @@ class Loop:
             position.leave_out(took_s)
             self._saved_s, self._save_pause_s = time.monotonic(), max(_SAVE_AFTER_S, took_s / _MOST_COST)
             self._clock.skip()
-            keeps = keeps and self._is_writing  # what is on disk needs no snapshot
+            keeps = False  # what is on its way to the disk is in memory, too, or needs no snapshot
         if keeps and not self.finished:
-            self._snapshots.take(position, self._saved_step)
+            self._checkpointer.take(position)
         self._save_wanted |= self._save_is_due  # after the next step
 
     def _exchange(self, epoch_ended: bool, wants_to_leave: bool) -> None:
@@ -625,12 +617,12 @@ class Loop:
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
-        wishes = self._stop_wanted, due, self._folder.has_written, wants_to_leave
+        wishes = self._stop_wanted, due, self._checkpointer.is_written, wants_to_leave
         stops, self._save_is_due, is_written, self._suspending = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
         if is_written:
-            self._collect()
+            self._checkpointer.wait()
         if self._suspending:
             status.tell(letter="s")
         if stops:
@@ -654,28 +646,12 @@ class Loop:
             self._folder.tell("stop", position.step, epoch=int(row["epoch"]), text=reason)
 
     def _save(self) -> None:
-        self._collect()
         self._save_wanted = False
-        self._saved_step = self._position.step
-        if self.out is not None:
-            with self._modes.saving():
-                path = self._saves.save(self._position, self._folder)
-            self._is_writing = path is None
-            self._note_saved(path)
-
-    def _collect(self) -> None:
-        """Wait for the checkpoint that is being written, if one is."""
-        if self._is_writing:
-            self._is_writing = False
-            self._note_saved(self._saves.collect(self._folder))
-
-    def _note_saved(self, path: Path | None) -> None:
-        if path is not None:
-            self.checkpoint = path
-            status.tell(saved=self._saved_step)
+        with self._modes.saving() if self.out is not None else nullcontext():
+            self._checkpointer.persist(self._position)
 
     def _leave_suspended(self) -> None:
-        self._collect()
+        self._checkpointer.wait()
         words = f"step {self._position.step}, saved in {self.checkpoint}"
         self._progress.close()
         if self._session.is_main and env.WORKER_FILES.get() is None:  # else the launcher says it
@@ -683,12 +659,12 @@ class Loop:
         preemption.suspend(words)
 
     def _finish(self) -> None:
-        if self._saved_step != self._position.step:
+        if not self._is_saved:
             self._save()
-        self._collect()
+        self._checkpointer.wait()
         self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)
         self._folder.finish("stopped" if self._position.stopped_of else "finished", self._stopped_by)
-        self._snapshots.free()
+        self._checkpointer.snapshots.free()
         if self._progress.shown:
             say(self.summary())
 
@@ -698,8 +674,7 @@ class Loop:
         how = self._spec.length.describe_end(position) + f" ({self._stopped_by})" * bool(self._stopped_by)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
         how = f"{how}, {shown}" if shown else how
-        memory = ", ".join(filter(None, (self._snapshots.describe(), self._saves.describe())))
-        return "\n".join(filter(None, (how, self._folder.describe(), memory)))
+        return "\n".join(filter(None, (how, self._folder.describe(), self._checkpointer.describe())))
 
 
 def measurements(row: Row) -> Row:

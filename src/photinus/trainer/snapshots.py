@@ -3,12 +3,13 @@
 `photinus run` holds two memory files for each worker, which outlive it (see `job.worker_files`). Every N steps, when
 the body of a step is done:
 
-    settle  each rank waits until its last snapshot is sealed; one exchange says whether all are. From then on the one
+    decide  each rank waits until its last snapshot is sealed; one exchange says whether all are. From then on the one
             before may be overwritten: whenever a process is killed, there is a snapshot that all ranks have
     take    copies the whole state, between two bodies, while nothing of the script runs: weights may change in ways
             that no hook and no version counter shows (`.data`, numpy, collectives). A thread digests and seals the copy
 
-A step counts as finished only after `settle`, so with N = 1 no more than one finished step is lost.
+A step counts as finished only after `decide`, so with N = 1 no more than one finished step is lost. A side that is
+being written to the disk (see checkpointer.py) is not overwritten: the next snapshot waits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -32,10 +34,8 @@ from ..job.worker_files import Head, WorkerFiles, key_of
 from ..job.world import name_ranks
 from ..parallel.exchange.agreement import gather_per_rank
 from ..runlog.units import plural, size
-from .checkpoint.image import Copy, MemoryFile
-from .checkpoint.kept import Kept, find_kept
-from .checkpoint.position import Position
-from .saves import Saves
+from .checkpoint.image import Content, Copy, MemoryFile
+from .checkpoint.kept import MemorySnapshot, find_kept
 from .session.progress import say
 from .session.session import Session
 
@@ -59,21 +59,21 @@ class Snapshots:
     _holder: ClassVar[Snapshots | None] = None  # the loop of this process that writes into the files
     _running: ClassVar[list[Snapshots]] = []  # those of loops with a folder whose bodies run, the innermost one last
 
-    def __init__(self, session: Session, saves: Saves, run: str, every: int | None) -> None:
-        self._session, self._saves, self._run, self._every = session, saves, key_of(run) if run else "", every
+    def __init__(self, session: Session, run: str, every: int | None, *, splits: bool | None) -> None:
+        self._session, self._run, self._every = session, key_of(run) if run else "", every
         self._files: list[MemoryFile] = []
         self._sealed: tuple[int, int] | None = None  # side and step of the last one that all ranks have
         self._copy: Copy | None = None  # the one that is being sealed, on the other side
-        self._copied_step = 0
+        self._pending: tuple[int, int] | None = None  # its side and step, on all ranks, also where one has none
         self._planned_step = self._next = self._count = 0
         self._planned_s = 0.0
         self._costs = _Costs()
         self._bytes = self._host_bytes = 0  # of this rank's first copy, and two of its host; 0 before it
         self._error = ""
-        self._is_on = run != "" and every != 0
-        if not self._is_on:
+        self.is_on = run != "" and every != 0
+        if not self.is_on:
             return
-        self._paths, self._splits, why_not = WorkerFiles.of_this_process().images, saves.splits(), ""
+        self._paths, self._splits, why_not = WorkerFiles.of_this_process().images, splits, ""
         if session.launcher == "none" or len(self._paths) != session.local_world_size:
             why_not = "only `photinus run` keeps them"
         elif self._splits is None:
@@ -82,25 +82,25 @@ class Snapshots:
             self._turn_off(why_not or "some ranks cannot have any", is_told=bool(every))
 
     def _turn_off(self, why: str, *, is_told: bool = True) -> None:
-        self._is_on = False
+        self.is_on = False
         if is_told and self._session.is_main:
             say(f"note: no snapshots in memory: {why}")
 
-    def find(self) -> Kept | None:
+    def find(self) -> MemorySnapshot | None:
         """The newest snapshot of this run that all hosts hold, after a restart."""
-        if not self._is_on or env.ATTEMPT.get() == 0:
+        if not self.is_on or env.ATTEMPT.get() == 0:
             return None
         return find_kept(self._run, self._paths, self._session.local_rank)
 
-    def go_on_from(self, kept: Kept) -> None:
+    def go_on_from(self, snapshot: MemorySnapshot) -> None:
         """The loop goes on from this snapshot, which stays until all ranks have a later one."""
-        self._sealed = kept.side, kept.step
+        self._sealed = snapshot.side, snapshot.step
 
     # -- while the loop runs -----------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Bodies begin, or go on after a body was left early."""
-        if self._is_on and Snapshots._holder is not self:  # not before: a loop that has nothing to do needs no files
+        if self.is_on and Snapshots._holder is not self:  # not before: a loop that has nothing to do needs no files
             holder = Snapshots._holder
             if holder in Snapshots._running:  # which is what a restart goes on with
                 self._turn_off("the loop whose body runs this one has them", is_told=bool(self._every))
@@ -132,7 +132,7 @@ class Snapshots:
 
     def let_go(self) -> list[MemoryFile]:
         """The files, for another loop. This one takes them back if it goes on."""
-        files, self._files, self._sealed = self._files, [], None
+        files, self._files, self._sealed, self._pending = self._files, [], None, None
         if self._copy is not None:
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # it does not matter any more
                 self._copy.wait()
@@ -146,30 +146,39 @@ class Snapshots:
             for file in self._files:
                 file.make_room(0)
 
-    def settle(self, step: int, saved: int) -> bool:
+    def step_ended(self, step: int, saved: int, busy_side: int | None) -> bool:
         """A step is done, and counts when this returns. Returns whether to `take` a snapshot now.
 
         Args:
             saved: the step of the newest checkpoint.
+            busy_side: the side from which a checkpoint is being written; None for none.
 
         Raises:
             PhotinusError: another loop is in the middle of a body. On all ranks.
         """
         self._costs.step_ended()
-        if self._is_on and Snapshots._running[-1] is not self:
+        if self.is_on and Snapshots._running[-1] is not self:
             raise PhotinusError(
                 "two loops with out=... take turns, so no snapshot holds both at the same step, and a restart would "
                 "continue them from different steps. Use one loop, and give it the second model and its optimizer: "
                 "Loop(..., state={'second': model, 'second_optimizer': optimizer}). Or give both loops "
                 "save=Saving(snapshot_every=0): then each continues from its newest checkpoint"
             )
-        is_due = self._is_on and step >= self._next and self._settle(step, saved)
+        is_due = self.is_on and step >= self._next
+        if is_due and (self._pending is not None or self.target != busy_side):
+            is_due = self.decide(step, saved)
         if self._files:
             self._files[0].note_progress(step)
-        return is_due
+        return is_due and self.target != busy_side
 
-    def _settle(self, step: int, saved: int) -> bool:
+    def decide(self, step: int, saved: int) -> bool:
+        """Agree on whether all ranks have sealed the last snapshot, and plan the next. Returns whether there are any.
+
+        Args:
+            saved: the step of the newest checkpoint.
+        """
         is_sealed = False
+        pending, self._pending = self._pending, None
         copy, self._copy = self._copy, None
         if copy is not None:
             try:
@@ -187,10 +196,10 @@ class Snapshots:
             rank = next(rank for rank, text in enumerate(texts) if text)
             self._turn_off(f"{name_ranks([rank])}: {texts[rank]}")
             return False
-        if not failed:
-            self._sealed = self._target, self._copied_step
+        if pending is not None and not failed:
+            self._sealed = pending
             self._count += 1
-            status.tell(saved=max(saved, self._copied_step))
+            status.tell(saved=max(saved, pending[1]))
         often = _FIRST_INTERVAL if cost_s < 0 else max(1, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
         self._plan(step, self._every or often)
         return True
@@ -199,34 +208,55 @@ class Snapshots:
         self._planned_step, self._planned_s = step, time.perf_counter()
         self._next = (step // interval + 1) * interval if self._every else step + interval
 
-    def take(self, position: Position, saved: int) -> None:
-        """Begins a snapshot of the step that is done; a checkpoint of the step `saved` may be on its way to disk."""
-        began_s, session, copy = time.perf_counter(), self._session, None
-        streams = self._saves.whole_streams(position)
+    def plan(self, step: int, content: Content) -> Copy:
+        """Return this rank's piece of a snapshot, not copied yet. Raises TypeError, ValueError: it cannot be saved."""
+        session = self._session
+        place = session.rank, session.world_size, session.local_rank, session.local_world_size
+        return Copy(Head(self._run, step, *place, split=bool(self._splits)), content)
+
+    def take(self, step: int, make: Callable[[], Copy], *, for_disk: bool = False) -> MemoryFile | str:
+        """Begin a snapshot of the step that is done. All ranks call it; what fails on one is said at the next `decide`.
+
+        Args:
+            make: plans the copy.
+            for_disk: another process reads it now, which shows in the time of the steps that follow.
+
+        Returns:
+            The file that has it, or why there is none.
+        """
+        began_s, copy = time.perf_counter(), None
         try:
-            with torch.no_grad():
-                place = session.rank, session.world_size, session.local_rank, session.local_world_size
-                head = Head(self._run, position.step, *place, split=bool(self._splits))
-                content = self._saves.image(position, streams)
-                content.common["position"]["saved_step"] = saved
-                copy = Copy(head, content)
+            copy = make()
         except (TypeError, ValueError, RuntimeError) as error:
             self._error = str(error)
         if not self._host_bytes:
             self._look_for_memory(copy)
-        if copy is None or not self._is_on:
-            return
+        if not self.is_on:
+            return "no room"
+        self._pending = self.target, step
+        if copy is None or not self._files:
+            return self._error
+        file = self._files[self.target]
         try:
-            self._check_growth(copy, self._files[self._target])
-            copy.take(self._files[self._target])
+            self._check_growth(copy, file)
+            copy.take(file)
             copy.seal_beside()
+            if for_disk:
+                copy.wait_for_device()
         except (OSError, RuntimeError, ValueError) as error:
             self._error = str(error)
-        self._copy, self._copied_step = copy, position.step
-        self._costs.taken(time.perf_counter() - began_s)
+        self._copy = copy
+        if not for_disk:
+            self._costs.taken(time.perf_counter() - began_s)
+        return self._error or file
 
     @property
-    def _target(self) -> int:
+    def is_pending(self) -> bool:
+        """Return whether it is not known yet if all ranks have sealed the last snapshot."""
+        return self._pending is not None
+
+    @property
+    def target(self) -> int:
         """The side to write: not that of the last snapshot that all ranks have."""
         return 0 if self._sealed is None else 1 - self._sealed[0]
 
@@ -245,7 +275,7 @@ class Snapshots:
             needed, free = sum(each["needed"] for each in there), min(each["free"] for each in there)
             if host == mine["host"]:
                 self._host_bytes = max(1, needed)
-            if needed - sum(each["has"] for each in there) > _MOST_OF_MEMORY * free and self._is_on:
+            if needed - sum(each["has"] for each in there) > _MOST_OF_MEMORY * free and self.is_on:
                 self._turn_off(
                     f"two copies need {size(needed)} of memory on host {host[0]}, which has {size(free)} free"
                 )
@@ -291,6 +321,7 @@ class _Costs:
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._count = 0
         self._taken_s = self._excess_s = 0.0
+        self._is_measured = False  # the last one is a snapshot, and not the memory of a checkpoint
         self.begin()
 
     def begin(self) -> None:
@@ -308,13 +339,15 @@ class _Costs:
 
     def taken(self, seconds: float) -> None:
         """A snapshot was taken, and training was held up for these seconds."""
-        self._is_taken, self._taken_s, self._excess_s = True, seconds, 0.0
+        self._is_taken = self._is_measured = True
+        self._taken_s, self._excess_s = seconds, 0.0
 
     def sealed(self, beside_s: float) -> None:
         """The last snapshot is sealed, which took this processor time from training."""
         self._count += 1
-        if self._count > _NEW_SIDES:
+        if self._count > _NEW_SIDES and self._is_measured:
             self._costs.append(max(self._excess_s, self._taken_s + beside_s))
+        self._is_measured = False
 
     @property
     def usual_s(self) -> float | None:

@@ -1,7 +1,7 @@
 """Checkpoints: complete or absent, verified before use, without pickle.
 
 checksums  the checksums of files that torch.save makes
-copies     copies of a state in the memory of the ranks, each byte once per host, for a process to write
+state_memory  a state in the memory of the ranks of a host, for a process to write
 durable    files that are, after a kill, a full disk or a power cut, the old ones or the new
 folder     a folder of checkpoints: written whole or not at all, verified before they are used, kept as long as needed
 image      the state of a loop as bytes in memory files, cut over the ranks of a host, sealed with a digest

@@ -171,6 +171,7 @@ class CheckpointFolder:
         metric: float | None = None,
         parts: Parts | None = None,
         token: str = "",
+        check: Callable[[], None] = lambda: None,
     ) -> Path:
         """Writes a checkpoint, then deletes those that need no longer be kept. One process at a time, normally rank 0.
 
@@ -184,6 +185,7 @@ class CheckpointFolder:
             metric: the value that `best` names; None and NaN: never the best.
             parts: more entries, which other hosts may write, too.
             token: ends the name of the folder while it is written, for them to find it.
+            check: called when all is written, before it becomes a checkpoint; may raise to prevent that.
 
         Raises:
             TypeError, ValueError: an argument cannot be saved.
@@ -213,7 +215,7 @@ class CheckpointFolder:
                 # What a killed process has left may be the space that is lacking.
                 self.remove_debris()
                 with lock_folder(self.folder):
-                    path = self._write(step, plain, needed_bytes, described, metric, parts, token)
+                    path = self._write(step, plain, needed_bytes, described, metric, parts, token, check)
                     # Never before: until the new one is complete, the old ones are all that there is.
                     self._delete_old()
         except OSError as error:
@@ -245,7 +247,7 @@ class CheckpointFolder:
         Warns and raises as `newest` does.
         """
         # A manifest that cannot be read might be the best's: it is tried, and reported, first.
-        readable = {path for path, _ in self._readable()}
+        readable = {path for path, _ in self.readable()}
         unreadable = [path for path in self._paths() if path not in readable and (path / NAME).exists()]
         return self._first_good([*unreadable, *(path for path, _ in self._by_metric())])
 
@@ -258,6 +260,7 @@ class CheckpointFolder:
         metric: float | None,
         parts: Parts | None,
         token: str,
+        check: Callable[[], None],
     ) -> Path:
         require_space(self.folder, needed_bytes)
         path = self._free_path(step)
@@ -271,7 +274,8 @@ class CheckpointFolder:
                 with DurableFile(unfinished / file_name(entry)) as file:
                     torch.save(part.value, file)  # type: ignore[arg-type]
             files = {name[:-3]: record_of(unfinished / name) for name in names}
-            serial = 1 + max((manifest.serial for _, manifest in self._readable()), default=0)
+            serial = 1 + max((manifest.serial for _, manifest in self.readable()), default=0)
+            check()
             # Last: a folder without a manifest is no checkpoint, so nothing half-written is taken for one.
             write_manifest(unfinished, Manifest(step, serial, files, description, metric))
             sync_folder(unfinished)
@@ -288,7 +292,7 @@ class CheckpointFolder:
     def _delete_old(self) -> None:
         """Deletes what need not be kept. What was just written is complete and the newest, so it always stays."""
         complete = []
-        for path, manifest in self._readable():
+        for path, manifest in self.readable():
             with contextlib.suppress(CheckpointError):  # a damaged one does not count; newest() reports it
                 check_files(path, manifest, digests=False)
                 complete.append((path, manifest))
@@ -319,12 +323,13 @@ class CheckpointFolder:
         except FileNotFoundError:
             return []
         if newest_first:
-            serials = {path: manifest.serial for path, manifest in self._readable(paths)}
+            serials = {path: manifest.serial for path, manifest in self.readable(paths)}
             # A manifest that cannot be read might be the newest: it is tried, and reported, first.
             paths.sort(key=lambda path: (serials.get(path, math.inf), _step_in(path.name)), reverse=True)
         return paths
 
-    def _readable(self, paths: Collection[Path] | None = None) -> Iterator[tuple[Path, Manifest]]:
+    def readable(self, paths: Collection[Path] | None = None) -> Iterator[tuple[Path, Manifest]]:
+        """Yield checkpoints whose manifests can be read, good or not."""
         for path in self._paths() if paths is None else paths:
             try:
                 yield path, read_manifest(path)
@@ -335,7 +340,7 @@ class CheckpointFolder:
         """Those that have the metric, the best first."""
         measured = [
             (self._sign * manifest.metric, manifest.serial, path, manifest)
-            for path, manifest in (self._readable() if found is None else found)
+            for path, manifest in (self.readable() if found is None else found)
             if manifest.metric is not None and manifest.description.get(_METRIC_NAME) == self._metric_name
         ]
         return [(path, manifest) for *_, path, manifest in sorted(measured, key=lambda one: one[:2], reverse=True)]
@@ -417,10 +422,21 @@ def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Iterator[Checkpoint
 
     # Rank 0 chooses for all: a network disk may show a new folder to some ranks later than to others.
     name = from_rank_0(path_on_rank_0, "choosing a checkpoint", is_long=True)
+    with opened_by_all(name, chosen[0] if chosen else None) as checkpoint:
+        yield checkpoint
+
+
+@contextmanager
+def opened_by_all(name: str | None, found: Checkpoint | None) -> Iterator[Checkpoint | None]:
+    """The checkpoint that rank 0 `found`, opened and verified on every rank, as `on_all_ranks`. Called by all ranks.
+
+    Args:
+        name: its absolute path, which all ranks know; None for none.
+    """
     if name is None:
         yield None
         return
-    path, found = Path(name), chosen[0] if chosen else None
+    path = Path(name)
     with together(f"opening {path}", is_long=True):
         if found is None and (path / NAME).exists():
             found = Checkpoint(path)

@@ -16,6 +16,7 @@ import fcntl
 import io
 import mmap
 import os
+import secrets
 import threading
 import time
 import zlib
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ...job.worker_files import HEAD_BYTES, PROGRESS_AT, Head, pack_head, progress_bytes
+from ...job.worker_files import HEAD_BYTES, PROGRESS_AT, USE_AT, Head, pack_head, progress_bytes
 from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import is_split, part_of
 from .checksums import MOST_THREADS
@@ -57,12 +58,17 @@ class Content:
 
 
 class MemoryFile:
-    """A memory file of this rank, to write images into. One process writes into it: a child of a rank gets OSError."""
+    """A memory file of this rank, to write images into. One process writes into it: a child of a rank gets OSError.
+
+    Attributes:
+        use: see `unseal`.
+    """
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size, self._is_pinned, self.memory = 0, False, torch.empty(0, dtype=torch.uint8)
+        self.use = 0
 
     def close(self) -> None:
         """Gives the memory back, as soon as no other process has the file open."""
@@ -75,13 +81,16 @@ class MemoryFile:
         return os.fstat(self.descriptor).st_blocks * 512
 
     def unseal(self) -> None:
-        """From now on the file holds no image."""
-        if os.fstat(self.descriptor).st_size:
-            os.pwrite(self.descriptor, bytes(PROGRESS_AT), 0)
+        """Takes the head away before the image is overwritten.
+
+        A process that reads the image may outlive the ranks that wrote it. It finds a different `use` in the file then.
+        """
+        self.use = secrets.randbits(63)
+        os.pwrite(self.descriptor, bytes(USE_AT) + self.use.to_bytes(8, "little"), 0)
 
     def make_room(self, size: int, *, pin: bool = False) -> None:
         """Maps at least this size; for copies from a GPU the memory is pinned, where that is possible."""
-        if size <= self._size <= 2 * size:  # each page of a new mapping costs a fault
+        if 0 < size <= self._size <= 2 * size:  # each page of a new mapping costs a fault
             return
         size += size // 64
         if self._is_pinned:
@@ -114,6 +123,7 @@ class Copy:
 
     Attributes:
         bytes: of the file.
+        head: of the image, still without its digest.
         skeleton: described above.
         can_be_parted: whether this rank's own part can be written into a file that others write, too (see parts.py).
         beside_s: processor time of the thread that `seal_beside` starts; known after `wait`.
@@ -141,7 +151,7 @@ class Copy:
         self._pieces = list(_cut_into_blocks(pieces))
         self._threads = max(1, len(os.sched_getaffinity(0)) // head.local_size)
         self.bytes = own_at + skeleton.bytes
-        self._head = replace(head, cut_bytes=cut.bytes, skeleton_bytes=len(self.skeleton), bytes=self.bytes)
+        self.head = replace(head, cut_bytes=cut.bytes, skeleton_bytes=len(self.skeleton), bytes=self.bytes)
         self._file: MemoryFile | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -172,12 +182,10 @@ class Copy:
                 move(piece)
         self._pieces = []
 
-    def seal(self) -> None:
-        """Seals the file without a digest: the process that reads it knows that nobody wrote there since."""
-        assert self._file is not None
+    def wait_for_device(self) -> None:
+        """Waits until all is in the host's memory."""
         if self._staged is not None:
             self._staged.wait()
-        self._file.seal(self._head)
 
     def seal_beside(self) -> None:
         """Lets a thread digest the file, and seal it."""
@@ -199,9 +207,8 @@ class Copy:
         assert self._file is not None
         began_s = time.thread_time()
         try:
-            if self._staged is not None:
-                self._staged.wait()
-            self._file.seal(replace(self._head, digest=self._file.digest(self.bytes)))
+            self.wait_for_device()
+            self._file.seal(replace(self.head, digest=self._file.digest(self.bytes)))
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
         finally:

@@ -30,18 +30,17 @@ def verify(path: str) -> None:
         raise CheckpointError(f"{path} is damaged: digest expected {head.digest}, actual {actual}")
 
 
-def load(paths: Sequence[str], rank: int | None = None) -> dict[str, Any]:
+def load(files: Sequence[File], rank: int | None = None) -> dict[str, Any]:
     """The content of an image whose files have been verified; tensors lie over the files' memory: copy what is to last.
 
     Args:
-        paths: of a host's files, by local rank.
+        files: of a host, by local rank.
         rank: only this rank's parts of split tensors are filled in (memory for others is never taken), and what ranks
             have of their own is this rank's. None: all ranks of the job are here, and all is whole.
 
     Raises:
-        CheckpointError: the files do not belong together, or a part is missing.
+        CheckpointError: a part is missing.
     """
-    files = open_files(paths)
     own_first = sorted(files, key=lambda file: (file.head.rank != rank, file.head.rank))
     content: dict[str, Any] = Reader(files, rank).join([files[0].common, *(file.own for file in own_first)])
     return content

@@ -16,14 +16,14 @@ from . import image_reader
 
 
 @dataclass(frozen=True)
-class Kept:
+class MemorySnapshot:
     """A snapshot that all hosts hold, whole and verified. A loop loads it like a `Checkpoint`.
 
     Attributes:
         step: of the training.
         steps_lost: number of finished steps after it.
         path: what stands for it where a checkpoint has a path.
-        saved_step, is_unsaved: the step of the last checkpoint that was begun before, and whether the disk lacks it.
+        saved_step: the step of the last checkpoint that was begun before.
         side: which of this rank's two files it is in.
     """
 
@@ -32,7 +32,6 @@ class Kept:
     side: int
     content: Mapping[str, Any]
     path: Path = Path("memory")
-    is_unsaved: bool = False
 
     @property
     def saved_step(self) -> int:
@@ -50,7 +49,7 @@ def is_kept(run: str) -> bool:
     return any(head is not None and head.run == key_of(run) for head in heads)
 
 
-def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept | None:
+def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> MemorySnapshot | None:
     """The newest snapshot of a run that all hosts hold; None when there is none. Called by all ranks.
 
     A damaged one is reported, and the one before is used.
@@ -85,11 +84,12 @@ def find_kept(run: str, files: Sequence[Sequence[str]], local_rank: int) -> Kept
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             continue
         # The ranks of a host may hold it on different sides, where an attempt ended while they began another.
-        content = image_reader.load([pair[_find(pair, run, step)[0]] for pair in files], rank)
+        paths = [pair[_find(pair, run, step)[0]] for pair in files]
+        content = image_reader.load(image_reader.open_files(paths), rank)
         states = dict(gather_per_rank((head.rank, content["rng"][head.rank])))
         content["rng"] = [states.get(place) for place in range(head.world_size)]
         progress = max(each["progress"] for each in everyone)
-        return Kept(step, max(0, progress - step), side, content)
+        return MemorySnapshot(step, max(0, progress - step), side, content)
     return None
 
 

@@ -23,11 +23,11 @@ from torch import nn
 from ...errors import CheckpointError
 from ...parallel import compare_ranks, strategy_of
 from ...parallel.exchange.agreement import check_alike, from_rank_0, gather_per_rank, place_in_group, together
-from ...parallel.zero.split_states import copy_state
+from ...parallel.exchange.tensors import tensors_in
+from ...parallel.zero.split_states import copy_state, is_known_split
 from ..data.loader import Loader, note_loaded
-from . import copies
+from . import state_memory
 from .checksums import checksum, verify_archive
-from .copies import Copied
 from .durable import (
     DurableFile,
     explain_no_space,
@@ -38,6 +38,7 @@ from .durable import (
 )
 from .folder import find_checkpoint, on_all_ranks, seen_by_all
 from .image import Content
+from .state_memory import HostImage
 from .states import PlainState, apply_states, bytes_held, check_states, local_states, state_of
 from .writer import FILE_WRITER, Order
 
@@ -76,35 +77,43 @@ def save(path: str | os.PathLike[str], *, wait: bool = True, **state: Any) -> No
             raise ValueError(f"nothing to save in {path}: give it by name, as in save(path, model=model, epoch=3)")
         compare_ranks([value for value in state.values() if isinstance(value, nn.Module)], f"before saving {path} ")
         real = Path(os.path.realpath(path))  # as torch.save does, what a link leads to is written, and not the link
-        copied = _copy_parts(real.parent, state)
-        if copied is None:
+        image, memory = _hold_parts(real.parent, state), FILE_WRITER.memory
+        if image is None:
             states = {name: state_of(value) for name, value in state.items()}  # on all ranks: some exchange for theirs
             if place_in_group()[0] == 0:
-                copied = None if wait else FILE_WRITER.copies.alone(Content(states, {}))
-                if copied is None:
+                if not wait:
+                    copy = memory.plan(Content(states, {}), alone=True)
+                    image = memory.share(copy, memory.take(copy), real.parent, alone=True)
+                if image is None:
                     write_state_file(path, states)
-        if copied is not None and copied.files:
+        if image is not None and image.files:
             _finish_at_exit()
-            FILE_WRITER.write(Order(str(real)), copied)
+            FILE_WRITER.write(Order(str(real)), image)
             if wait:
                 finish_writing()
 
 
-def _copy_parts(folder: Path, state: Mapping[str, Any]) -> Copied | None:
-    """A copy, by all ranks, of what strategies split; None where nothing is, or it is small (see `Copies.take`)."""
+def _hold_parts(folder: Path, state: Mapping[str, Any]) -> HostImage | None:
+    """Copy, on all ranks, what strategies split; None where nothing is, or it is small (see `StateMemory.share`)."""
     trained = [value for value in state.values() if isinstance(value, (nn.Module, torch.optim.Optimizer))]
     if place_in_group()[1] == 1 or not any(strategy_of(each).splits(each) for each in trained):
         return None
-    if sum(gather_per_rank(bytes_held(trained))) < copies.LEAST_BYTES:
+    if sum(gather_per_rank(bytes_held(trained))) < state_memory.LEAST_BYTES:
         return None
     loaders = {name: state_of(value) for name, value in state.items() if isinstance(value, Loader)}
-    return FILE_WRITER.copies.take(lambda: Content(*local_states({**state, **loaders})), folder)
+    memory, _ = FILE_WRITER.memory, FILE_WRITER.memory.hosts()
+    with together(f"copying what to save in {folder}"):
+        content = Content(*local_states({**state, **loaders}))
+        is_known, copy = all(map(is_known_split, tensors_in(content.own))), memory.plan(content)
+    if not is_known:  # only torch can gather it
+        return None
+    is_split = bool(content.own)
+    return memory.share(copy, memory.take(copy, is_split=is_split), folder, is_split=is_split)
 
 
 def finish_writing() -> None:
     """Waits for the file that `save(wait=False)` is writing on this rank. Raises as `save` does."""
-    if FILE_WRITER.is_busy:
-        FILE_WRITER.collect()
+    FILE_WRITER.wait()
 
 
 @functools.cache

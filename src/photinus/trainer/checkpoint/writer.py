@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from ...errors import CheckpointError
 from ...job.deaths import name_signal
 from ...parallel.exchange.agreement import JSON, error_class
-from .copies import Copied, Copies
+from .state_memory import HostImage, StateMemory
 
 _LOOK_EVERY_S = 5.0
 
@@ -57,34 +57,39 @@ class Writer:
     """The end of that process in a rank. One order at a time, by one thread.
 
     Attributes:
-        copies: the memory from which it writes.
+        memory: the memory from which it writes.
+        order: the one for which `wait` was not called yet.
     """
 
     def __init__(self) -> None:
-        self.copies = Copies()
+        self.memory = StateMemory()
         self._process: subprocess.Popen[bytes] | None = None
-        self._order: Order | None = None
-        self._copied = Copied(())
+        self.order: Order | None = None
+        self._image: HostImage | None = None
+        self._then: Callable[[str, float], None] | None = None
         self._answer: dict[str, Any] | None = None
         self._began_s = 0.0
 
-    def write(self, order: Order, copied: Copied) -> None:
-        """Lets a copy be written. Until it is collected, nobody may overwrite it, and there is no other order.
+    def write(self, order: Order, image: HostImage, then: Callable[[str, float], None] | None = None) -> None:
+        """Lets a state in memory be written. Until `wait`, nobody may overwrite it, and there is no other order.
+
+        Args:
+            then: called by `wait` with the path of what was written, and the seconds since the order.
 
         Raises:
             CheckpointError: the process cannot be started.
         """
-        assert self._order is None, "one at a time"
+        assert self.order is None, "one at a time"
         request = os.memfd_create("photinus-order")  # of any length
         try:
             if self._process is None or self._process.poll() is not None:
                 self._end()
                 self._start()
             with open(request, "wb", closefd=False) as file:
-                torch.save({"order": asdict(order), **asdict(copied), "files": None}, file)
-            self._order, self._copied, self._began_s = order, copied, time.perf_counter()
-            with contextlib.suppress(BrokenPipeError):  # `collect` says that it ended
-                socket.send_fds(self._socket, [b"\n"], [request, *copied.files])
+                torch.save({"order": asdict(order), **asdict(image), "files": None}, file)
+            self.order, self._image, self._then, self._began_s = order, image, then, time.perf_counter()
+            with contextlib.suppress(BrokenPipeError):  # `wait` says that it ended
+                socket.send_fds(self._socket, [b"\n"], [request, *image.files])
         except OSError as error:
             raise CheckpointError(f"{order} cannot be handed to a process that writes it: {error}") from error
         finally:
@@ -92,25 +97,29 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether an order is not collected yet."""
-        return self._order is not None
+        """Return whether `wait` was not called for an order yet."""
+        return self.order is not None
 
     @property
     def has_answered(self) -> bool:
-        """Return whether `collect` would not wait; on a host that only writes parts, whether that failed."""
+        """Return whether `wait` would not wait; on a host that only writes parts, whether that failed."""
         if self.is_busy and self._answer is None and select.select([self._socket], [], [], 0)[0]:
             self._answer = self._read_answer()
-        return self._answer is not None and (self._copied.host == 0 or "error" in self._answer)
+        return self._answer is not None and (not self._writes_parts or "error" in self._answer)
 
-    def collect(self) -> tuple[str, float]:
-        """Waits for the end of the order; returns the path of what was written, and the seconds since the order.
+    @property
+    def _writes_parts(self) -> bool:
+        """Return whether another host leads the order."""
+        return self._image is not None and self._image.host > 0
 
-        Returns:
-            On a host that only writes parts, the path is "".
+    def wait(self) -> None:
+        """Wait for the end of the order, if there is one.
 
         Raises:
             CheckpointError, OSError, TypeError, ValueError: it was not written; older checkpoints are untouched.
         """
+        if self.order is None:
+            return
         assert self._process is not None
         while self._answer is None:
             if select.select([self._socket], [], [], _LOOK_EVERY_S)[0]:
@@ -118,10 +127,11 @@ class Writer:
             else:
                 # A disk may be slow, and is waited for. A process that somebody stopped would never answer.
                 self._process.send_signal(signal.SIGCONT)
-        answer, self._answer, self._order = self._answer, None, None
+        answer, self._answer, self.order = self._answer, None, None
         if "error" in answer:
             raise error_class(answer["kind"])(answer["error"])
-        return str(answer["path"]), time.perf_counter() - self._began_s
+        if self._then is not None and not self._writes_parts:
+            self._then(str(answer["path"]), time.perf_counter() - self._began_s)
 
     def _read_answer(self) -> dict[str, Any]:
         assert self._process is not None
@@ -133,27 +143,27 @@ class Writer:
         status = self._process.wait()
         how = f"was killed by {name_signal(-status)}" if status < 0 else f"exited with code {status}"
         error = (
-            f"{self._order} was not written: the process that writes beside training (pid {self._process.pid}) "
+            f"{self.order} was not written: the process that writes beside training (pid {self._process.pid}) "
             f"{how}. What was written before is untouched."
         )
-        if self._order is not None and self._copied.host:
+        if self._image is not None and self._writes_parts:
             from .parts import tell_failure
 
-            tell_failure(Path(self._copied.folder), self._copied.token, self._copied.host, error)
+            tell_failure(Path(self._image.folder), self._image.token, self._image.host, error)
         return {"kind": "CheckpointError", "error": error}
 
     def close(self) -> None:
         """Lets it finish what it writes, and ends it."""
         self._end()
-        self.copies.close()
+        self.memory.close()
 
     def forget(self) -> None:
         """Closes, in a child that was forked, what is the parent's: else the process does not see the parent's end."""
         if self._process is not None:
             self._process.returncode = 0  # no child of this process
             self._socket.close()
-        self._process, self._order, self._answer = None, None, None
-        self.copies.close()
+        self._process, self.order, self._answer = None, None, None
+        self.memory.close()
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -15,14 +15,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...errors import CheckpointError
+from ...job.worker_files import USE_AT, Head
 from .durable import failure_of_first
 from .folder import CheckpointFolder
-from .image_reader import Reader, load, open_files, read_skeleton
+from .image_reader import File, Reader, load, read_skeleton
 from .statefile import IN_PARTS, write_state_file
 from .writer import Order
 
@@ -39,10 +42,10 @@ def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Call
     """
     order = Order(**request["order"])
     path, parts, token = Path(order.path), None, request["token"]
+    files = [File(image, Head(**head)) for image, head in zip(images, request["heads"], strict=True)]
     if request["is_parted"]:
         from .parts import Parts  # of torch, it needs what takes a second to import
 
-        files = open_files(images)
         skeletons = {rank: read_skeleton(data, "a rank's copy") for rank, data in request["skeletons"].items()}
         skeletons = skeletons or {file.head.rank: (file.common, file.own) for file in files}
         one_file = IN_PARTS if order.step is None else None
@@ -52,19 +55,28 @@ def carry_out(request: Mapping[str, Any], images: Sequence[str], is_wanted: Call
             return ""
         content = {} if one_file else Reader(files).join([files[0].common])
     else:
-        content = load(images)
+        content = load(files)
     try:
         if order.step is None:
             write_state_file(path, content, parts, token)
             return order.path
         folder = CheckpointFolder(order.path, keep_last=order.keep_last, best=order.best)
         facts: dict[str, Any] = {"description": order.description, "metric": order.metric}
-        return str(folder.save(order.step, content, **facts, parts=parts, token=token))
+        check = partial(_check_unchanged, images, request["uses"])
+        return str(folder.save(order.step, content, **facts, parts=parts, token=token, check=check))
     except Exception:
         if request["hosts"] > 1:
             with contextlib.suppress(OSError):
                 Path(request["folder"], failure_of_first(token)).touch()
         raise
+
+
+def _check_unchanged(images: Sequence[str], uses: Sequence[int]) -> None:
+    """Raises CheckpointError where the memory holds another state by now: its ranks were killed, and others came."""
+    for image, use in zip(images, uses, strict=True):
+        with open(image, "rb", buffering=0) as file:
+            if os.pread(file.fileno(), 8, USE_AT) != use.to_bytes(8, "little"):
+                raise CheckpointError("the state in memory was overwritten while it was being written to disk")
 
 
 def _serve(parent: int) -> None:

@@ -31,7 +31,7 @@ from ...runlog.events import read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
-from ..checkpoint.kept import Kept, is_kept
+from ..checkpoint.kept import MemorySnapshot, is_kept
 from .config import read_config
 from .curves import PICTURE
 
@@ -39,12 +39,13 @@ _OF_A_RUN = (CHECKPOINTS, *FILES, "tensorboard", "wandb", "mlflow", PICTURE, "re
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumePoint:
     """The start of a run, as rank 0 found it."""
 
-    checkpoint: Checkpoint | Kept | None  # None: from the very start
+    checkpoint: Checkpoint | MemorySnapshot | None  # None: from the very start
     goes_on: bool  # whether the files in `out` belong to the same run and stay
     note: str | None = None  # to tell the user
+    is_unsaved: bool = False  # the disk lacks the last checkpoint that was begun before the snapshot
 
 
 def describe_launch() -> dict[str, JSON]:
@@ -52,24 +53,38 @@ def describe_launch() -> dict[str, JSON]:
     return {"job": JOB_ID.get(), "parent": this_process(os.getppid()), "slurm": os.environ.get("SLURM_JOB_ID")}
 
 
-def choose_source(out: Path | None, resume: str | os.PathLike[str] | None, kept: Kept | None = None) -> Source:
+def choose_point(
+    out: Path | None, resume: str | os.PathLike[str] | None, snapshot: MemorySnapshot | None, best: str | None
+) -> ResumePoint:
     """Finds what to start from, and moves away what does not belong to the run. For rank 0.
 
     Args:
-        kept: a snapshot of the run in `out`, which counts like a checkpoint of it.
+        snapshot: of the run in `out`; it counts like a checkpoint of it.
+        best: of `Saving`.
 
     Raises:
         CheckpointError: the path holds no complete checkpoint, or does not exist.
     """
     own = None if out is None else CheckpointFolder(out / CHECKPOINTS)
-    newest: Checkpoint | Kept | None = None
+    saved = [] if own is None else [manifest.step for _, manifest in own.readable()]
+    note = None
+    if snapshot is not None and best is not None:
+        rows = [row["step"] for row in snapshot.content["position"]["history"]]
+        if any(max(saved, default=-1) < step <= snapshot.saved_step for step in rows):
+            note = (
+                f"note: the snapshot of step {snapshot.step} is not used: the checkpoint of step {snapshot.saved_step} "
+                f"was not written, and best={best!r} needs its weights"
+            )
+            snapshot = None
+    newest: Checkpoint | MemorySnapshot | None = None
     if own is not None and (resume == "auto" or _is_to_be_continued(own.folder.parent, resume)):
-        newest = _newest(own, kept)
+        newest = _newest(own, snapshot)
     if newest is not None or resume == "auto":
         again = f"note: goes on with what resume={str(resume)!r} began in {out}; to begin again, give another `out`"
-        return Source(newest, goes_on=newest is not None, note=None if resume == "auto" else again)
+        is_unsaved = isinstance(newest, MemorySnapshot) and max(saved, default=-1) < newest.saved_step
+        return ResumePoint(newest, newest is not None, note if resume == "auto" else again, is_unsaved)
     if resume is None or resume == "never":
-        return Source(None, goes_on=False, note=None if out is None else _set_aside(out, "resume='never'"))
+        return ResumePoint(None, goes_on=False, note=None if out is None else _set_aside(out, "resume='never'"))
     if not Path(resume).exists():
         raise CheckpointError(
             f"resume={str(resume)!r}: nothing is there ({Path(resume).resolve()}). Give a checkpoint, a run's folder, "
@@ -77,23 +92,23 @@ def choose_source(out: Path | None, resume: str | os.PathLike[str] | None, kept:
         )
     checkpoint = find_checkpoint(Path(resume))
     if out is None or own is None:
-        return Source(checkpoint, goes_on=False)
+        return ResumePoint(checkpoint, goes_on=False)
     in_out = own.newest()
     if in_out is not None and in_out.path.resolve() == checkpoint.path.resolve():
-        return Source(checkpoint, goes_on=True)
+        return ResumePoint(checkpoint, goes_on=True)
     # The folder holds other work: later checkpoints of this run, or another run. It must not be taken for what
     # follows from the path, and is not ours to delete.
     return _start_from_elsewhere(out, checkpoint)
 
 
-def _newest(folder: CheckpointFolder, kept: Kept | None) -> Checkpoint | Kept | None:
+def _newest(folder: CheckpointFolder, snapshot: MemorySnapshot | None) -> Checkpoint | MemorySnapshot | None:
     try:
         newest = folder.newest()
     except CheckpointError:  # all are damaged
-        if kept is None:
+        if snapshot is None:
             raise
-        return kept
-    return newest if kept is None or (newest is not None and newest.step >= kept.step) else kept
+        return snapshot
+    return newest if snapshot is None or (newest is not None and newest.step >= snapshot.step) else snapshot
 
 
 def folder_of_this_job(out: Path, options: Mapping[str, Any], number: int) -> list[JSON]:
@@ -156,7 +171,7 @@ def _set_aside(out: Path, why: str) -> str | None:
     return f"{why}: the earlier run in {out} was moved to {earlier}"
 
 
-def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> Source:
+def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> ResumePoint:
     """Moves what lies in `out` away. If the checkpoint lay there it stays, as do the losses of the steps up to it."""
     folder = (out / CHECKPOINTS).resolve()
     inside = folder in checkpoint.path.resolve().parents
@@ -175,7 +190,7 @@ def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> Source:
     if text is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "losses.csv").write_bytes(text)  # the loop drops the rows after the checkpoint
-    return Source(checkpoint, goes_on=True, note=note)
+    return ResumePoint(checkpoint, goes_on=True, note=note)
 
 
 def _number(path: Path) -> int:

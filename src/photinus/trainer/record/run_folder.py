@@ -1,4 +1,4 @@
-"""The folder of a run: from where the run starts, its checkpoints and numbers, and how it ended. Rank 0 writes it.
+"""The folder of a run: its options, numbers and events, its loggers, and how it ended. Rank 0 writes it.
 
 Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases, the loggers' folders, curves.png,
 earlier-1/ (the files of the run before, when a run started over) and .run.lock.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,9 @@ from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.run import CONFIG, FILES
 from ...runlog.tables import LOSSES, METRICS, Row, RunFiles, StepLoss, Window, drop_windows_after
 from ...words import mask
-from ..checkpoint.copies import Copied
 from ..checkpoint.durable import explain_no_space, require_space
-from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, on_all_ranks
-from ..checkpoint.kept import Kept
+from ..checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from ..checkpoint.position import Position
-from ..checkpoint.writer import WRITER, Order
 from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.replicas import plain
@@ -38,7 +33,7 @@ from ..session.session import Session
 from .config import describe_start, save_config, set_damaged_config_aside
 from .curves import PICTURE, draw_curves
 from .loggers import Loggers
-from .resume import Source, choose_source, describe_launch, folder_of_this_job
+from .resume import ResumePoint, describe_launch, folder_of_this_job
 from .run_lock import RunLock, ranks_without
 from .spec import Reporting, RunSpec
 
@@ -58,7 +53,6 @@ class RunFolder:
     """
 
     _begun = 0  # runs with a folder, in this process
-    _writing: RunFolder | None = None  # whose checkpoint WRITER has
 
     def __init__(
         self,
@@ -73,16 +67,12 @@ class RunFolder:
         self.path: Path | None = None
         self.run = ""
         self.error: Exception | None = None
-        self._session, self._resume, self._spec, self._user, self._reporting = session, resume, spec, user, reporting
+        self._session, self._spec, self._user, self._reporting = session, spec, user, reporting
         self._least_bytes = least_bytes
-        self._best = None if spec.saving.best is None else spec.saving.best.removeprefix("-")
         self._writers: list[Any] = []  # RunFiles, then Loggers; on rank 0, from `begin` on
         self._loggers = Loggers((), say)
         self._lock: RunLock | None = None  # on rank 0
         self._position: Position | None = None  # of a run whose end is not recorded yet
-        self._saved: tuple[int, Row | None] = (-1, None)  # step and row of the checkpoint that is being written
-        self._newest: Path | None = None
-        self._source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
         self._moved: str | None = None  # a note, where the run is not in the folder that the user gave
         self._options: dict[str, JSON] = {**spec.to_dict(), "resume": None if resume is None else str(resume)}
         if out is not None:
@@ -93,76 +83,37 @@ class RunFolder:
             self.run = f"{RunFolder._begun}:{self.path}"
             RunFolder._begun += 1
 
-    @contextmanager
-    def starting_point(self, snapshot: Kept | None) -> Iterator[Checkpoint | Kept | None]:
-        """The checkpoint to start from, on all ranks, and for the time of the block. Rank 0 chooses it.
-
-        Args:
-            snapshot: one that all ranks have, to start from if it is newer.
+    def lock(self) -> None:
+        """On rank 0: keep other jobs out.
 
         Raises:
-            CheckpointError: `resume` names none.
             PhotinusError: another job holds the folder.
-            HostError: rank 0 cannot write into the folder.
+            HostError: it cannot be written.
         """
+        if self.path is None:
+            return
+        try:
+            with explain_no_space(self.path, self._least_bytes):
+                self._lock = lock = RunLock(self.path)
+        except OSError as error:
+            text = f"rank 0 cannot write into {self.path} on host {self._session.host}: {error}. Give a folder"
+            raise HostError(f"{text} that it can write (out=...), or change the permissions") from error
+        self._session.at_end(lambda _: lock.close())
+        if damage := set_damaged_config_aside(self.path):
+            say(f"warning: {damage}")
 
-        def choose() -> Checkpoint | None:
-            self.settle()  # another loop's, which was left
-            if self.path is not None:
-                try:
-                    with explain_no_space(self.path, self._least_bytes):
-                        self._lock = lock = RunLock(self.path)
-                except OSError as error:
-                    text = f"rank 0 cannot write into {self.path} on host {self._session.host}: {error}. Give a folder"
-                    raise HostError(f"{text} that it can write (out=...), or change the permissions") from error
-                self._session.at_end(lambda _: lock.close())
-                if damage := set_damaged_config_aside(self.path):
-                    say(f"warning: {damage}")
-            usable = snapshot
-            if snapshot is not None and self._would_lose_a_row(snapshot):
-                usable, step = None, snapshot.saved_step
-                say(
-                    f"note: the snapshot of step {snapshot.step} is not used: the checkpoint of step {step} was not "
-                    f"written, and best={self._spec.saving.best!r} needs its weights"
-                )
-            self._source = choose_source(self.path, self._resume, usable)
-            return None if isinstance(self._source.checkpoint, Kept) else self._source.checkpoint
-
-        with on_all_ranks(choose) as checkpoint:
-            if snapshot is not None:
-                answer = from_rank_0(partial(self._answer, snapshot), "choosing between memory and disk")
-                snapshot = None if answer is None else replace(snapshot, is_unsaved=answer)
-            yield snapshot or checkpoint
-
-    def _answer(self, snapshot: Kept) -> JSON:
-        """On rank 0: None where the run goes on from disk, else whether the disk lacks a checkpoint from before."""
-        if self.path is None or not isinstance(self._source.checkpoint, Kept):
-            return None
-        return self._lacks_its_checkpoint(snapshot)
-
-    def _lacks_its_checkpoint(self, snapshot: Kept) -> bool:
-        """Return whether the disk has no checkpoint that is as new as the last one that was begun before."""
-        return self._newest_step() < snapshot.saved_step
-
-    def _newest_step(self) -> int:
-        readable = [] if self.path is None else CheckpointFolder(self.path / CHECKPOINTS)._readable()
-        return max((manifest.step for _, manifest in readable), default=-1)
-
-    def _would_lose_a_row(self, snapshot: Kept) -> bool:
-        """Return whether `best` compares a row whose weights were in the checkpoint (of its step, or of a later one for
-        which gradients waited) that the disk lacks."""
-        rows = [row["step"] for row in snapshot.content["position"]["history"]]
-        return self._best is not None and any(self._newest_step() < step <= snapshot.saved_step for step in rows)
-
-    def begin(self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None) -> None:
+    def begin(
+        self, position: Position, length: Mapping[str, int | None], resumed_from: Path | None, point: ResumePoint
+    ) -> None:
         """The run begins, or goes on, at this position: makes its folder ready, where there is something left to do.
 
         Args:
             length: of the whole run, for the event: epochs, steps, steps_per_epoch, batch_size.
+            point: what rank 0 chose.
         """
         is_done, unseen = self._spec.length.reached(position), None
         if self.path is not None:
-            prepare = partial(self._prepare, self.path, position, length, resumed_from, is_done)
+            prepare = partial(self._prepare, self.path, position, length, resumed_from, is_done, point.goes_on)
             prepare = explain_no_space(self.path, self._least_bytes)(prepare)
             from_rank_0(prepare, f"preparing the folder {self.path}", is_long=True)  # a logger may log in
             if lacking := ranks_without(self.path, self._lock):
@@ -173,19 +124,23 @@ class RunFolder:
                 self._position = position
                 self._session.at_end(self._record_end)
         if self._session.is_main:
-            for note in filter(None, (self._moved, self._source.note, unseen)):
+            for note in filter(None, (self._moved, point.note, unseen)):
                 say(note)
 
     def _prepare(
-        self, path: Path, position: Position, length: Mapping[str, int | None], resumed_from: Path | None, is_done: bool
+        self,
+        path: Path,
+        position: Position,
+        length: Mapping[str, int | None],
+        resumed_from: Path | None,
+        is_done: bool,
+        goes_on: bool,
     ) -> None:
         """Drops the numbers after the position, and records this start: in config.json, and as an event."""
-        saving = self._spec.saving
         path.mkdir(parents=True, exist_ok=True)
         files = RunFiles(path)
         self._writers.append(files)
-        self._checkpoints = CheckpointFolder(path / CHECKPOINTS, keep_last=saving.keep_last, best=saving.best)
-        self._checkpoints.remove_debris()  # of a start that was killed while it wrote
+        CheckpointFolder(path / CHECKPOINTS).remove_debris()  # of a start that was killed while it wrote
         for name in (*FILES, PICTURE):
             for unfinished in path.glob(f".{name}.*.new"):
                 unfinished.unlink(missing_ok=True)
@@ -193,7 +148,7 @@ class RunFolder:
             self._let_go()
             return
         require_space(path, self._least_bytes)
-        step, goes_on = position.step, self._source.goes_on
+        step = position.step
         source = None if resumed_from is None else str(resumed_from)
         start = describe_start(self._session, resumed_from=source, resumed_step=step, launch=describe_launch())
         damage = files.go_on_from(step, position.history)
@@ -257,86 +212,13 @@ class RunFolder:
                 error.filename = str(self.path)
             self.error = self.error or error
 
-    def save(
-        self, step: int, state: Mapping[str, Any] | Copied, description: Mapping[str, Any], row: Row | None
-    ) -> Path | None:
-        """Saves a checkpoint, after the numbers up to it are durable.
-
-        Args:
-            state: as for CheckpointFolder.save; or a copy in memory.
-            row: the row of metrics.csv that it ends, if it ends one; all else is as for CheckpointFolder.save.
-
-        Returns:
-            Its path; None for a copy, which another process writes (see `collect`).
-
-        Raises:
-            OSError: an earlier one in writing numbers.
-            ValueError: `best` names what the row has not; the checkpoint is written all the same.
-            CheckpointError: see CheckpointFolder.save.
-        """
+    def flush(self) -> None:
+        """Bring all numbers to the disk. Raises the first error that there was in writing any."""
         with self._keeping_error():
             for writer in self._writers[:1]:  # no logger keeps a checkpoint back
                 writer.flush()
         if self.error is not None:
             raise self.error
-        metric = None if self._best is None or row is None else row.get(self._best)
-        self._saved = step, row
-        if isinstance(state, Copied):
-            self._write(
-                Order("", step, description, metric, self._spec.saving.keep_last, self._spec.saving.best), state
-            )
-            return None
-        began = time.perf_counter()
-        path = self._checkpoints.save(step, state, description=description, metric=metric)
-        return self._tell_saved(path, time.perf_counter() - began)
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of the checkpoints, on all ranks."""
-        return (self._folder / CHECKPOINTS).absolute()
-
-    def join_in(self, step: int, copied: Copied) -> None:
-        """On the first rank of another host: its part of the checkpoint is written, too. Raises CheckpointError."""
-        self._write(Order("", step), copied)
-
-    def _write(self, order: Order, copied: Copied) -> None:
-        WRITER.write(replace(order, path=str(self.checkpoints)), copied)
-        RunFolder._writing = self
-
-    @property
-    def has_written(self) -> bool:
-        """Return whether a checkpoint was written meanwhile (or not), and `collect` would not wait."""
-        return RunFolder._writing is self and WRITER.has_answered
-
-    def collect(self) -> Path | None:
-        """Waits for the checkpoint that is being written; returns the newest one's path. Raises as `save` does."""
-        if RunFolder._writing is self and WRITER.is_busy:  # not in a child that was forked
-            RunFolder._writing = None
-            path, seconds = WRITER.collect()
-            if path:
-                self._tell_saved(self._checkpoints.folder / Path(path).name, seconds)
-        return self._newest
-
-    @staticmethod
-    def settle() -> None:
-        """Waits for the checkpoint that is being written; a failure is a warning. For any rank."""
-        folder = RunFolder._writing
-        try:
-            if folder is not None:
-                folder.collect()
-        except (OSError, ValueError, PhotinusError) as failure:
-            say(f"warning: {failure}")
-
-    def _tell_saved(self, path: Path, seconds: float) -> Path:
-        self._newest = path
-        step, row = self._saved
-        self.tell("checkpoint", step, name=path.name, seconds=round(seconds, 6))
-        if self._best is not None and row is not None and self._best not in row:
-            raise ValueError(
-                f"best={self._best!r}: nothing of that name was logged; there is {', '.join(sorted(row))}. What was "
-                f"trained is saved in {path}: set it right, and start again."
-            )
-        return path
 
     def finish(self, how: str, text: str = "") -> None:
         """The run is over: "finished", or "stopped" early on request; the text says why. Raises OSError."""
@@ -348,7 +230,6 @@ class RunFolder:
 
     def _record_end(self, error: BaseException | None) -> None:
         """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
-        self.settle()
         how, text = "error", ""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             how, error = "left", None

@@ -1,12 +1,22 @@
-"""A loop's checkpoints: what goes into one, and how all ranks come back from it."""
+"""The state of a loop: which entries a checkpoint has, who gives each, and who takes it back.
+
+| entry | given by | taken by |
+|---|---|---|
+| model, optimizer, objects of `state` | `state_of` (whole), `local_states` (as a rank has it) | `load_into` |
+| stream: the place in data without a length | `Loader.stream_state` | `Loader.load_stream` |
+| position | `Position.to_dict` | `Position.from_dict` |
+| run: its options | `RunSpec.to_dict`, `Settings` | `RunSpec.changes_since`, `Settings.load` |
+| rng: random numbers of each rank | `rng.capture` | `rng.restore`, before the first batch |
+
+Checkpoints on disk and snapshots in memory have the same entries.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,14 +24,11 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..parallel import is_replicated, strategy_of, unwrap_compiled
-from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
+from ..parallel.exchange.agreement import together
 from ..parallel.zero.split_states import copy_state, own_part
-from ..runlog.units import size
-from .checkpoint import copies
-from .checkpoint.copies import Copied
 from .checkpoint.folder import Checkpoint
 from .checkpoint.image import Content
-from .checkpoint.kept import Kept
+from .checkpoint.kept import MemorySnapshot
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
 from .checkpoint.states import (
@@ -34,11 +41,9 @@ from .checkpoint.states import (
     unwrap,
     whole_stream,
 )
-from .checkpoint.writer import WRITER
 from .data import rng
 from .data.loader import Loader
 from .optimizer_modes import is_training, switching
-from .record.run_folder import RunFolder
 from .record.settings import Settings
 from .record.spec import RunSpec
 from .session.progress import say
@@ -48,8 +53,8 @@ _OWN = frozenset({"model", "optimizer", "position", "run", "rng"})  # all other 
 _STREAM = "stream"  # but this one: the place in data without a length
 
 
-class Saves:
-    """Saves and loads what training changes; some of it may be split over the ranks. All ranks call it together.
+class LoopState:
+    """The state that training changes; some of it may be split over the ranks. All ranks call its methods together.
 
     The model's state has plain, unprefixed names, so that it loads in any strategy and in plain torch.
     """
@@ -65,10 +70,10 @@ class Saves:
     ) -> None:
         self._session, self._spec, self._batches = session, spec, batches
         self._model, self._optimizer, self._others = model, optimizer, others
+        self._objects = {"model": model, "optimizer": optimizer, **others}
         self._beside = {_shown(name): item for name, item in others.items()}
         modules = {f"{name}.": each for name, each in self._beside.items() if isinstance(each, nn.Module)}
         self._settings = Settings({"optimizer": optimizer, **self._beside}, {"": model, **modules})
-        self._is_parted = False
         self._switching = switching([optimizer, *others.values()])
 
     def check(self) -> None:
@@ -82,7 +87,7 @@ class Saves:
         for name in self._others:  # of files, by which `photinus.load` finds them, too
             if name in {*_OWN, _STREAM} or not ENTRY.fullmatch(str(name)):
                 raise ValueError(f"state={{{name!r}: ...}}: take another name, of letters, digits and _, for its file")
-        for name, item in {"model": self._model, **self._others}.items():
+        for name, item in self._objects.items():
             for path, module in item.named_modules() if isinstance(item, nn.Module) else ():
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     PlainState(module.get_extra_state(), f"{name}: the extra state of {path or type(module).__name__}")
@@ -96,89 +101,37 @@ class Saves:
                 )
             PlainState(state_of(item), name)
 
-    def save(self, position: Position, folder: RunFolder) -> Path | None:
-        """Saves model, optimizer, position and each rank's random numbers, atomically.
+    @property
+    def bytes_held(self) -> int:
+        """Return about how much of the state this rank has."""
+        return bytes_held(self._objects.values())
 
-        Returns:
-            The checkpoint's path; None: a copy of it is being written, and `collect` has to follow before another one.
+    def whole(self, position: Position, streams: Mapping[str, Any], numbers: Sequence[Any]) -> dict[str, Any]:
+        """Return the state, by entry; what strategies split is gathered, for rank 0. All ranks call it.
 
-        Raises:
-            CheckpointError, OSError, ValueError: it could not be written; every rank raises.
+        Args:
+            streams: from `whole_streams`.
+            numbers: the random numbers of all ranks.
         """
-        step = position.step
-        with together("waiting for the checkpoint of another loop", is_long=True):
-            folder.settle()
-        mine: dict[str, Any] = {
-            "rng": rng.capture(),
-            "bytes": bytes_held([self._model, self._optimizer, *self._others.values()]),
-        }
-        everyone = gather_per_rank(mine)
-        numbers = {"rng": [each["rng"] for each in everyone]}
-        whole_bytes = sum(each["bytes"] for each in everyone) if self.splits() else everyone[0]["bytes"]
-        copied, trained = None, dict[str, Any]()
-        if whole_bytes >= copies.LEAST_BYTES:
-            image = partial(self._image, position, self.whole_streams(position), numbers)
-            copied = WRITER.copies.take(image, folder.checkpoints, step)
-        if copied is None:
-            stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
-            with together(f"gathering what to save at step {step}"):
-                trained = {
-                    "model": state_of(self._model),
-                    "optimizer": state_of(self._optimizer),
-                    **{name: state_of(item) for name, item in self._others.items()},
-                    **({} if stream is None else {_STREAM: stream}),
-                }
-
-        def write() -> str | None:
-            state: Mapping[str, Any] | Copied | None = copied
-            if state is None:
-                state = {**trained, **self._facts(position), **numbers}
-                if whole_bytes >= copies.LEAST_BYTES:
-                    state = WRITER.copies.alone(Content(state, {})) or state
-            row = position.history[-1] if position.history and position.history[-1]["step"] == step else None
-            description = position.description(self._spec.length.describe(position))
-            path = folder.save(step, state, description, row)
-            return None if path is None else str(path)
-
-        path = from_rank_0(write, f"saving the checkpoint of step {step} in {folder.path}", is_long=True)
-        self._is_parted = copied is not None and copied.hosts > 1
-        if copied is not None and self._is_parted:
-            with together(f"saving parts of the checkpoint of step {step} in {folder.path}"):
-                if copied.host and copied.files:
-                    folder.join_in(step, copied)
-        return None if path is None else Path(path)
-
-    def collect(self, folder: RunFolder) -> Path | None:
-        """Waits for the checkpoint that is being written; returns its path. Raises as `save` does, on all ranks."""
-        doing = f"writing a checkpoint in {folder.path}"
-        if self._is_parted:  # all that write wait
-            with together(doing, is_long=True):
-                folder.collect()
-        path = from_rank_0(lambda: str(folder.collect() or ""), doing, is_long=True)
-        return Path(path) if path else None
+        objects = {name: item for name, item in self._objects.items() if name not in streams}
+        return {**{name: state_of(item) for name, item in objects.items()}, **self._facts(position, streams, numbers)}
 
     def whole_streams(self, position: Position) -> dict[str, Any]:
-        """Gather the places in data without a length, for `image`. All ranks call it."""
+        """Gather the places in data without a length. All ranks call it."""
         stream = whole_stream(self._batches.stream_state(position.epochs_done, position.batches_done))
         loaders = {name: state_of(item) for name, item in self._others.items() if isinstance(item, Loader)}
         return {**loaders, **({} if stream is None else {_STREAM: stream})}
 
-    def image(self, position: Position, streams: Mapping[str, Any]) -> Content:
-        """Return what `save` saves, as this rank sees it, without a copy and without an exchange.
+    def image(
+        self, position: Position, streams: Mapping[str, Any], numbers: Sequence[Any] | None, saved_step: int
+    ) -> Content:
+        """Return the same as this rank sees it, without a copy and without an exchange.
 
         Args:
-            streams: from `whole_streams`.
+            numbers: None: each rank's piece has its own.
+            saved_step: step of the checkpoint that was begun last.
         """
-        return self._image(position, streams, {}, {"rng": {self._session.rank: rng.capture()}})
-
-    def _image(
-        self,
-        position: Position,
-        streams: Mapping[str, Any],
-        common: Mapping[str, Any],
-        own: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Content:
-        parts = {"model": self._model, "optimizer": self._optimizer, **self._others}
+        parts = self._objects
         whole, split = local_states({name: part for name, part in parts.items() if name not in streams})
         modules = [each for each in parts.values() if isinstance(each, nn.Module)]
         optimizers = [each for each in parts.values() if isinstance(each, torch.optim.Optimizer)]
@@ -193,30 +146,29 @@ class Saves:
             for parameter, state in optimizer.state.items():
                 if is_known and _address(parameter) in equal:
                     equal |= {_address(each) for each in state.values() if isinstance(each, torch.Tensor)}
-        common = {**streams, **self._facts(position), **common, **whole}
-        return Content(common, {**own, **split}, equal)
-
-    def describe(self) -> str:
-        """Return the memory that copies for saves take; "" for none."""
-        host_bytes = WRITER.copies.host_bytes
-        return f"a copy for saves, in {size(host_bytes)} of memory on each host" if host_bytes else ""
+        facts = self._facts(position, streams, numbers)
+        facts["position"]["saved_step"] = saved_step
+        own = {"rng": {self._session.rank: rng.capture()}} if numbers is None else {}
+        return Content({**facts, **whole}, {**own, **split}, equal)
 
     def splits(self) -> bool | None:
         """Return whether a strategy splits what is trained; None: ranks hold different whole models on purpose."""
-        parts = [self._model, self._optimizer, *self._others.values()]
-        parts = [each for each in parts if isinstance(each, (nn.Module, torch.optim.Optimizer))]
+        parts = [each for each in self._objects.values() if isinstance(each, (nn.Module, torch.optim.Optimizer))]
         wrapped = [unwrap_compiled(each) for each in parts if isinstance(each, nn.Module)]
         if any(strategy_of(m).replicates and not is_replicated(m, self._session.world_size) for m in wrapped):
             return None
         return any(strategy_of(each).splits(each) for each in parts)
 
-    def _facts(self, position: Position) -> dict[str, Any]:
+    def _facts(self, position: Position, streams: Mapping[str, Any], numbers: Sequence[Any] | None) -> dict[str, Any]:
         run: dict[str, Any] = {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)}
         run["now"] = {"parameters": self._settings.parameters()}
         run["training"] = [*map(is_training, self._switching)]
-        return {"position": position.to_dict(time.perf_counter() - self._session.aside_s), "run": run}
+        facts = {**streams, "position": position.to_dict(time.perf_counter() - self._session.aside_s), "run": run}
+        return facts if numbers is None else {**facts, "rng": [*numbers]}
 
-    def load(self, checkpoint: Checkpoint | Kept, batches_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
+    def load(
+        self, checkpoint: Checkpoint | MemorySnapshot, batches_per_epoch: int
+    ) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.
 
         Returns:
