@@ -128,7 +128,7 @@ def _connected(make: Callable[[], Store], timeout_s: float) -> Store:
     try:
         return found.result(timeout_s + 1)
     except futures.TimeoutError:
-        raise RuntimeError("it accepts connections, but does not answer as torch's store does") from None
+        raise OSError("it accepts connections, but does not answer as torch's store does") from None
 
 
 def _call_roll(store: Store, world: World, where: str, timeout_s: float) -> Store:
