@@ -12,8 +12,16 @@ from __future__ import annotations
 
 from .ddp.ddp import DistributedDataParallel
 from .ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from .strategies.choose import STRATEGIES, find_strategy, is_replicated, strategy_of, unwrap_compiled, wrap_model
-from .strategies.compare import compare_ranks, step_facts_of
+from .strategies.choose import (
+    STRATEGIES,
+    compare_ranks,
+    find_strategy,
+    is_replicated,
+    step_facts_of,
+    strategy_of,
+    unwrap_compiled,
+    wrap_model,
+)
 from .strategies.strategy import Strategy
 from .tracing.trace import trace
 

@@ -1,8 +1,8 @@
-"""The strategies by name, and the one call that makes a model ready for them."""
+"""The strategies by name, the call that makes a model ready for one, and what is asked of models of any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch.optim import Optimizer
 
 from ...words import hint
 from ..ddp.sync_batch_norm import convert_sync_batchnorm
+from ..exchange.agreement import place_in_group
+from ..exchange.collectives import resolve_group
+from ..exchange.verify_models import compare_parameters
+from ..zero.step_facts import StepFacts, facts_of
 from .ddp import DDPStrategy, DPStrategy, TorchDDPStrategy, Zero1Strategy
 from .fully_sharded import Zero2Strategy, Zero3Strategy
 from .strategy import Strategy
@@ -92,3 +96,33 @@ def wrap_model(
     if sync_batch_norm:
         model = convert_sync_batchnorm(model, wrapper.group if wrapper.has_group else None)
     return wrapper.wrap(model, device, optimizers)
+
+
+def step_facts_of(models: Iterable[nn.Module]) -> list[StepFacts]:
+    """Return what is noted of the steps of models that ranks step in parts ("zero1", "zero2", "zero3"), in order."""
+    found = [facts for model in models for facts in facts_of(model.parameters())]
+    return list(dict.fromkeys(found))
+
+
+def compare_ranks(models: Iterable[nn.Module], when: str) -> None:
+    """Compares weights that all ranks hold (by digests: one read of them) and the steps that ranks made; all call it.
+
+    Models that were wrapped with check_ranks=False and plain ones are left out.
+
+    Args:
+        when: begins the message, as in "before saving x.pt ".
+
+    Raises:
+        ModelMismatchError: they differ; on all ranks, says where.
+    """
+    _, world_size = place_in_group()
+    if world_size == 1:
+        return
+    wrapped = [unwrap_compiled(model) for model in models]
+    for facts in step_facts_of(wrapped):
+        facts.compare(saving=True)
+    for model in wrapped:
+        if is_replicated(model, world_size):
+            ignored: set[str] = getattr(model, "parameters_to_ignore", set())
+            pairs = strategy_of(model).unwrap(model).named_parameters()
+            compare_parameters([(n, p.detach()) for n, p in pairs if n not in ignored], resolve_group(None), when)
