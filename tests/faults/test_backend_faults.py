@@ -91,6 +91,27 @@ def _raises(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def test_a_backward_that_fails_on_one_rank_is_quoted_by_its_peers() -> None:
+    results = run_ranks(f"{__name__}:_misses", world_size=2, backend="photinus", timeout_s=90, expect={0: 1, 1: 1})
+    assert "PeerLostError" in results[0].output
+    assert "raised MissingGradientError: rank 1: 1 of 2 parameters of Linear got no gradient" in results[0].output
+    assert "MissingGradientError: rank 1: 1 of 2 parameters of Linear got no gradient" in results[1].output
+
+
+def _misses(rank: int, world_size: int) -> None:
+    import torch
+
+    from photinus.parallel import DistributedDataParallel
+
+    model = torch.nn.Linear(2, 1)
+    ddp = DistributedDataParallel(model)
+    for step in range(3):
+        loss = ddp(torch.ones(1, 2)).sum()
+        if rank == 1 and step == 1:
+            loss = loss.detach() + model.weight.sum()
+        loss.backward()
+
+
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_missing_ranks_are_named_by_all_within_the_timeout(tmp_path: Path, kind: str) -> None:
     """Also where rank 0 waits for all ranks in torch's store over TCP, which says only how many there are."""
