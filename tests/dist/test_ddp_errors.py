@@ -53,6 +53,32 @@ def check_a_layer_of_several_reentrant_checkpoints_is_named_and_no_other(group: 
         ddp(batch(group)).sum().backward()
 
 
+class SharedAboveAnother(nn.Module):
+    """Two reentrant checkpoints share a layer, whose bucket waits for another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x
+
+
+def check_a_second_gradient_is_averaged_while_its_bucket_waits(group: dist.ProcessGroup) -> None:
+    model = SharedAboveAnother()
+    ddp, twin = ddp_and_twin(model, group)
+    for step in range(3):
+        for net in (ddp, twin):
+            net.zero_grad()
+            net(batch(group, step)).square().mean().backward()
+        average_gradients(twin, group)
+        assert_same_gradients(model, twin, group)
+
+
 def check_a_parameter_without_gradient_is_named_on_every_rank(group: dist.ProcessGroup) -> None:
     ddp = DistributedDataParallel(TwoHeads(), process_group=group, bucket_cap_mb=KIB_IN_MIB / 8)
     for _ in range(2):  # the error leaves nothing behind
