@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from photinus.errors import PhotinusError
-from photinus.trainer.record.run_lock import RunLock
+from photinus.trainer.record.run_folder import RunLock
 from tests.fork_server import REPOSITORY
 from tests.small_run import train
 
 HOLDS = """
 import multiprocessing, sys, time
 from pathlib import Path
-from photinus.trainer.record.run_lock import RunLock
+from photinus.trainer.record.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 # As a data loader's worker:
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
@@ -53,7 +53,7 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
 def locked_for_others(folder: Path) -> bool:
     tries = (
         "import pathlib, sys\n"
-        "from photinus.trainer.record.run_lock import RunLock\n"
+        "from photinus.trainer.record.run_folder import RunLock\n"
         "RunLock(pathlib.Path(sys.argv[1]))\n"
     )
     return subprocess.run([sys.executable, "-c", tries, folder], stderr=subprocess.DEVNULL, check=False).returncode != 0

@@ -19,7 +19,7 @@ from torch import nn
 
 import photinus
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint import checksums, manifest
+from photinus.trainer.checkpoint import durable, manifest
 from photinus.trainer.checkpoint.durable import lock_folder
 from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder, find_checkpoint
 
@@ -72,7 +72,7 @@ def test_the_folder_holds_plain_torch_files_and_a_readable_manifest(tmp_path: Pa
     assert (manifest["photinus"], manifest["torch"]) == (photinus.__version__, torch.__version__)
     for entry, record in manifest["files"].items():
         file = path / f"{entry}.pt"
-        assert (file.stat().st_size, checksums.verify_archive(file)) == (record["bytes"], record["digest"])
+        assert (file.stat().st_size, durable.verify_archive(file)) == (record["bytes"], record["digest"])
     assert sorted(os.listdir(path)) == ["manifest.json", "model.pt", "position.pt"]
     assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000007"]
 
@@ -419,9 +419,9 @@ def test_a_disk_that_reads_less_than_it_is_asked_for_changes_no_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = CheckpointFolder(tmp_path).save(1, {"model": torch.randn(800_000)}, description={}) / "model.pt"
-    wanted, read = checksums.verify_archive(path), os.pread  # as over NFS
+    wanted, read = durable.verify_archive(path), os.pread  # as over NFS
     monkeypatch.setattr(os, "pread", lambda file, size, at: read(file, min(size, 700_001), at))
-    assert checksums.verify_archive(path) == wanted
+    assert durable.verify_archive(path) == wanted
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from ..runlog.units import size
 from .checkpoint import state_memory
 from .checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, opened_by_all
 from .checkpoint.image import Content
-from .checkpoint.kept import MemorySnapshot
+from .checkpoint.image_reader import MemorySnapshot
 from .checkpoint.position import Position
 from .checkpoint.state_memory import HostImage
 from .checkpoint.writer import WRITER, Order

@@ -35,7 +35,7 @@ from ..job.world import name_ranks
 from ..parallel.exchange.agreement import gather_per_rank
 from ..runlog.units import plural, size
 from .checkpoint.image import Content, Copy, MemoryFile
-from .checkpoint.kept import MemorySnapshot, find_kept
+from .checkpoint.image_reader import MemorySnapshot, find_kept
 from .session.progress import say
 from .session.session import Session
 

@@ -28,7 +28,7 @@ from ..parallel.exchange.agreement import together
 from ..parallel.zero.split_states import copy_state, own_part
 from .checkpoint.folder import Checkpoint
 from .checkpoint.image import Content
-from .checkpoint.kept import MemorySnapshot
+from .checkpoint.image_reader import MemorySnapshot
 from .checkpoint.manifest import ENTRY
 from .checkpoint.position import Position
 from .checkpoint.states import (

@@ -30,7 +30,7 @@ import torch
 from ...job.worker_files import HEAD_BYTES, PROGRESS_AT, USE_AT, Head, pack_head, progress_bytes
 from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import is_split, part_of
-from .checksums import MOST_THREADS
+from .durable import MOST_THREADS
 from .states import PlainState
 
 _ALIGNED = 64
@@ -49,7 +49,8 @@ class Content:
         common: by entry; local rank 0's counts.
         own: by entry; of each rank. Dicts of several ranks are joined, of split tensors the parts, and of all else the
             first rank's counts.
-        equal: addresses of the tensors in `common` with the same values on all ranks, which share the work.
+        equal: addresses of tensors in `common` that have the same values on all ranks. The ranks of a host share the
+            work of copying them.
     """
 
     common: Mapping[str, Any]

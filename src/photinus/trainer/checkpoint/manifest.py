@@ -23,8 +23,7 @@ from ...errors import CheckpointError, PhotinusError
 from ...parallel.exchange.agreement import JSON
 from ...runlog.files import plain_file
 from ...version import __version__
-from .checksums import directory_checksum, verify_archive
-from .durable import DurableFile
+from .durable import DurableFile, directory_checksum, verify_archive
 
 NAME = "manifest.json"
 ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
@@ -35,7 +34,7 @@ _READABLE = (2, 3)  # 2: digests of other bytes, which are not compared
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: its size, and as its digest the checksum of its directory (see checksums.py)."""
+    """One file of a checkpoint: its size, and as its digest the checksum of its directory (see durable.py)."""
 
     bytes: int
     digest: str

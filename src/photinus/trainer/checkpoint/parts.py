@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError
 from ...parallel.exchange.tensors import tensors_in
-from .checksums import write_checksums
-from .durable import failure_of_first, sync_folder
+from .durable import failure_of_first, sync_folder, write_checksums
 from .image import PLAIN_ITEMS
 from .image_reader import File, Reader
 from .manifest import file_name

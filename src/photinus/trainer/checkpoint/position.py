@@ -153,7 +153,7 @@ class Length:
 
     @property
     def wanted(self) -> int:
-        """The number, of whatever it counts."""
+        """Return how many epochs or steps were asked for."""
         wanted = self.steps if self.epochs is None else self.epochs
         assert wanted is not None, "one of both is given"
         return wanted

@@ -27,14 +27,15 @@ from ...parallel.exchange.tensors import tensors_in
 from ...parallel.zero.split_states import copy_state, is_known_split
 from ..data.loader import Loader, note_loaded
 from . import state_memory
-from .checksums import checksum, verify_archive
 from .durable import (
     DurableFile,
+    checksum,
     explain_no_space,
     remove_dead_files,
     replacing,
     require_space,
     temporary_folder,
+    verify_archive,
 )
 from .folder import find_checkpoint, on_all_ranks, seen_by_all
 from .image import Content

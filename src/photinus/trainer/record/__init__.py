@@ -5,7 +5,6 @@ curves       `curves.png`: the picture of a run, drawn at its end from the files
 loggers      TensorBoard and others, where rank 0 sends a run's numbers beside the run's own files
 resume       where a run goes on: in which folder, and from which checkpoint
 run_folder   the folder of a run: from where the run starts, its checkpoints and numbers, and how it ended
-run_lock     the lock that keeps a second job out of a run's folder, and by which ranks see whether they share it
 run_numbers  what is measured in a run: each rank collects its losses, times and memory, and rank 0 writes those of all
 settings     what a script gives its optimizers and schedulers, and what of it holds when a run is resumed
 spec         what a run is, in one value: recorded, saved with each checkpoint, compared when a run is resumed

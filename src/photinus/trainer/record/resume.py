@@ -31,7 +31,7 @@ from ...runlog.events import read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
-from ..checkpoint.kept import MemorySnapshot, is_kept
+from ..checkpoint.image_reader import MemorySnapshot, is_kept
 from .config import read_config
 from .curves import PICTURE
 
