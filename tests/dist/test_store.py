@@ -156,6 +156,24 @@ def test_a_second_session_of_a_process_has_keys_of_its_own_in_the_store_of_the_f
             assert other.result().get("turn") == str(turn).encode()
 
 
+def test_a_rank_of_the_next_program_waits_while_rank_0_of_the_one_before_still_runs(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = RendezvousAddress("127.0.0.1", port, "job")
+    with rank_0(port, 2):
+        open_store(place(1, 2), here, 10.0)
+    monkeypatch.setattr(rank_store, "_sessions", set())  # another process, which knows nothing of that session
+    with ThreadPoolExecutor(1) as rank_1:
+        other = rank_1.submit(open_store, place(1, 2), here, 30.0)
+        time.sleep(0.5)
+        assert not other.done()
+        open_store(place(0, 2), here, 30.0).set("who", "next")
+        assert other.result().get("who") == b"next"
+    monkeypatch.setattr(rank_store, "_sessions", set())
+    said, _ = refused(1, 2, here, timeout_s=1.0)
+    assert f"the session there is complete, and has pid {os.getpid()} on" in said
+
+
 def test_rank_0_names_the_ranks_that_did_not_come(port: int) -> None:
     said, _ = refused(0, 3, RendezvousAddress("127.0.0.1", port, "job"), timeout_s=0.3)
     assert "ranks 1, 2 did not join; rank 0 (pid" in said

@@ -148,21 +148,28 @@ def _call_roll(store: Store, world: World, where: str, timeout_s: float) -> Stor
             return False
         return world.rank == 0 or (world.rank, store.get(_SESSION).decode()) not in _sessions
 
-    _wait(wait, where, in_session)
-    session = store.get(_SESSION).decode()
-    if not session.endswith(f" of {world.world_size}"):
-        ranks = f"rank 0 expects {session.split()[-1]} ranks, and this is rank {world.rank} of {world.world_size}"
-        raise NotInitializedError(f"{ranks}: start all ranks with one world size. Rank 0 is at {where}.")
-    _sessions.add((world.rank, session))
-    of_session = PrefixStore(session, store)
-    roll = PrefixStore("roll", of_session)
     who = _own_name()
     own = f"{who}#{secrets.token_hex(8)}"  # two containers may have one host name, and both this pid
-    if (first := roll.compare_set(str(world.rank), "", own).decode()) == own:
-        roll.add("count", 1)
-    else:
-        taken = f"rank {world.rank} is {first.partition('#')[0]}, and {who} says that it is the same"
-        roll.set("refused", f"{taken}. Each process needs a RANK of its own.")
+    taken: list[str] = []
+    while True:
+        _wait(wait, where, in_session, lambda: [0], lambda: "; ".join(taken[-1:]))
+        session = store.get(_SESSION).decode()
+        if not session.endswith(f" of {world.world_size}"):
+            ranks = f"rank 0 expects {session.split()[-1]} ranks, and this is rank {world.rank} of {world.world_size}"
+            raise NotInitializedError(f"{ranks}: start all ranks with one world size. Rank 0 is at {where}.")
+        _sessions.add((world.rank, session))
+        of_session = PrefixStore(session, store)
+        roll = PrefixStore("roll", of_session)
+        if (first := roll.compare_set(str(world.rank), "", own).decode()) == own:
+            roll.add("count", 1)
+            break
+        first = first.partition("#")[0]
+        if world.rank == 0 or roll.add("count", 0) < world.world_size:
+            same = f"rank {world.rank} is {first}, and {who} says that it is the same"
+            roll.set("refused", f"{same}. Each process needs a RANK of its own.")
+            break
+        # All of that session have joined: it is of the program before (`srun sh -c "a; b"`), whose rank 0 still runs.
+        taken.append(f"the session there is complete, and has {first} as rank {world.rank}")
     here: dict[int, str] = {}
 
     def all_here() -> bool:
