@@ -128,6 +128,10 @@ def test_without_a_host_file_they_choose_devices_of_this_host(words, same_as):
         (["--exclude", "localhost:4"], "--exclude localhost:4: there is no GPU 4; torch sees 4 GPUs here"),
         (["--include", "localhost:1,2", "--nproc-per-node", "3"], "chooses 2 devices, but --nproc-per-node 3"),
         (["--exclude", "localhost:1", "--nproc-per-node", "4"], "--exclude localhost:1 chooses 3 devices, but --nproc"),
+        (
+            ["--include", "localhost:1,2", "--nproc-per-node", "2", "--ranks-per-gpu", "2"],
+            "chooses 2 devices for 2 workers each, but --nproc-per-node 2 asks for 2 workers",
+        ),
     ],
 )
 def test_what_this_host_does_not_have_is_refused(words, told):

@@ -30,6 +30,7 @@ def placed(spec: JobSpec, gpus: int = 0, environ: Mapping[str, str] = ENVIRON) -
     [
         (JobSpec(TRUE, 2), 2),
         (JobSpec(TRUE, devices=(0, 3), ranks_per_gpu=2), 4),
+        (JobSpec(TRUE, 4, devices=(0, 3), ranks_per_gpu=2, choice="--include localhost:0,3"), 4),
         (JobSpec(TRUE), 0),
         (JobSpec(TRUE, "gpu"), 0),
         (JobSpec(TRUE, 2, without_devices=(1,), choice="--exclude localhost:1"), 0),

@@ -79,12 +79,12 @@ def _has_torch() -> bool:
 
 
 def _use_devices(spec: JobSpec, devices: Sequence[int]) -> JobSpec:
-    """Return the spec with these devices, one for each worker; with --cpu as many workers."""
-    request = spec.nproc_per_node
-    if spec.choice and isinstance(request, int) and request != len(devices):
+    """Return the spec with these devices, each for `ranks_per_gpu` workers; with --cpu as many workers."""
+    request, each = spec.nproc_per_node, 1 if spec.cpu else spec.ranks_per_gpu
+    if spec.choice and isinstance(request, int) and request != len(devices) * each:
         raise UsageError(
-            f"{spec.choice} chooses {len(devices)} devices, but --nproc-per-node {request} asks for {request} "
-            f"workers: remove one of the two."
+            f"{spec.choice} chooses {len(devices)} devices{f' for {each} workers each' * (each > 1)}, but "
+            f"--nproc-per-node {request} asks for {request} workers: remove one of the two."
         )
     if spec.cpu:
         return replace(spec, nproc_per_node=len(devices), devices=None)
