@@ -98,7 +98,9 @@ class Checkpointer:
         def image() -> Content:
             return self._state.image(position, streams, None, self.saved_step)
 
-        self.snapshots.take(position.step, lambda: self.snapshots.plan(position.step, image()))
+        side = self.snapshots.target(self._busy_side)
+        assert side is not None, "`step_ended` has found one"
+        self.snapshots.take(position.step, lambda: self.snapshots.plan(position.step, image()), side)
 
     def persist(self, position: Position) -> None:
         """Save a checkpoint of the step that is done; where `is_writing` is true then, `wait` has to follow.
@@ -148,8 +150,9 @@ class Checkpointer:
             copy = snapshots.plan(step, content) if is_snapshot else memory.plan(content, step)
         is_split = bool(content.own)
         if is_snapshot:
-            side = snapshots.target
-            file = snapshots.take(step, lambda: copy, for_disk=True)
+            side = snapshots.target(None)
+            assert side is not None, "nothing is being written"
+            file = snapshots.take(step, lambda: copy, side, for_disk=True)
         if not is_known:  # only torch can gather it
             return None
         if not (is_snapshot and snapshots.is_on):  # there may be room for one copy, but not for two

@@ -8,8 +8,9 @@ the body of a step is done:
     take    copies the whole state, between two bodies, while nothing of the script runs: weights may change in ways
             that no hook and no version counter shows (`.data`, numpy, collectives). A thread digests and seals the copy
 
-A step counts as finished only after `decide`, so with N = 1 no more than one finished step is lost. A side that is
-being written to the disk (see checkpointer.py) is not overwritten: the next snapshot waits.
+A step counts as finished only after `decide`, so with N = 1 no more than one finished step is lost. While
+one side is being written to the disk (see checkpointer.py), all snapshots use the other one. A kill in the middle of
+one of them goes back to the checkpoint's.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Snapshots:
     def __init__(self, session: Session, run: str, every: int | None, *, splits: bool | None) -> None:
         self._session, self._run, self._every = session, key_of(run) if run else "", every
         self._files: list[MemoryFile] = []
-        self._sealed: tuple[int, int] | None = None  # side and step of the last one that all ranks have
+        self._sealed: dict[int, int] = {}  # by side, the step of a snapshot that all ranks have
         self._copy: Copy | None = None  # the one that is being sealed, on the other side
         self._pending: tuple[int, int] | None = None  # its side and step, on all ranks, also where one has none
         self._planned_step = self._next = self._count = 0
@@ -94,7 +95,7 @@ class Snapshots:
 
     def go_on_from(self, snapshot: MemorySnapshot) -> None:
         """The loop goes on from this snapshot, which stays until all ranks have a later one."""
-        self._sealed = snapshot.side, snapshot.step
+        self._sealed = {snapshot.side: snapshot.step}
 
     # -- while the loop runs -----------------------------------------------------------------------------------------
 
@@ -115,11 +116,11 @@ class Snapshots:
         Snapshots._holder = self
         try:
             if holder is not None:
-                self._files, self._sealed = holder.let_go(), None
+                self._files, self._sealed = holder.let_go(), {}
             else:
                 self._files = [MemoryFile(path) for path in self._paths[self._session.local_rank]]
             for side, file in enumerate(self._files):
-                if self._sealed is None or side != self._sealed[0]:
+                if side not in self._sealed:
                     file.unseal()
         except OSError as error:
             self._error = str(error)
@@ -132,7 +133,7 @@ class Snapshots:
 
     def let_go(self) -> list[MemoryFile]:
         """The files, for another loop. This one takes them back if it goes on."""
-        files, self._files, self._sealed, self._pending = self._files, [], None, None
+        files, self._files, self._sealed, self._pending = self._files, [], {}, None
         if self._copy is not None:
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # it does not matter any more
                 self._copy.wait()
@@ -165,11 +166,11 @@ class Snapshots:
                 "save=Saving(snapshot_every=0): then each continues from its newest checkpoint"
             )
         is_due = self.is_on and step >= self._next
-        if is_due and (self._pending is not None or self.target != busy_side):
+        if is_due and (self._pending is not None or self.target(busy_side) is not None):
             is_due = self.decide(step, saved)
         if self._files:
             self._files[0].note_progress(step)
-        return is_due and self.target != busy_side
+        return is_due and self.target(busy_side) is not None
 
     def decide(self, step: int, saved: int) -> bool:
         """Agree on whether all ranks have sealed the last snapshot, and plan the next. Returns whether there are any.
@@ -197,7 +198,7 @@ class Snapshots:
             self._turn_off(f"{name_ranks([rank])}: {texts[rank]}")
             return False
         if pending is not None and not failed:
-            self._sealed = pending
+            self._sealed[pending[0]] = pending[1]
             self._count += 1
             status.tell(saved=max(saved, pending[1]))
         often = _FIRST_INTERVAL if cost_s < 0 else max(1, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
@@ -214,11 +215,12 @@ class Snapshots:
         place = session.rank, session.world_size, session.local_rank, session.local_world_size
         return Copy(Head(self._run, step, *place, split=bool(self._splits)), content)
 
-    def take(self, step: int, make: Callable[[], Copy], *, for_disk: bool = False) -> MemoryFile | str:
+    def take(self, step: int, make: Callable[[], Copy], side: int, *, for_disk: bool = False) -> MemoryFile | str:
         """Begin a snapshot of the step that is done. All ranks call it; what fails on one is said at the next `decide`.
 
         Args:
             make: plans the copy.
+            side: from `target`.
             for_disk: another process reads it now, which shows in the time of the steps that follow.
 
         Returns:
@@ -233,10 +235,11 @@ class Snapshots:
             self._look_for_memory(copy)
         if not self.is_on:
             return "no room"
-        self._pending = self.target, step
+        self._pending = side, step
+        self._sealed.pop(side, None)
         if copy is None or not self._files:
             return self._error
-        file = self._files[self.target]
+        file = self._files[side]
         try:
             self._check_growth(copy, file)
             copy.take(file)
@@ -255,10 +258,14 @@ class Snapshots:
         """Return whether it is not known yet if all ranks have sealed the last snapshot."""
         return self._pending is not None
 
-    @property
-    def target(self) -> int:
-        """The side to write: not that of the last snapshot that all ranks have."""
-        return 0 if self._sealed is None else 1 - self._sealed[0]
+    def target(self, busy_side: int | None) -> int | None:
+        """Return the side to write: the older one, such that all ranks have what is on the other; None for none.
+
+        Args:
+            busy_side: not this one: a checkpoint is being written from it.
+        """
+        sides = [side for side in (0, 1) if side != busy_side and (not self._sealed or 1 - side in self._sealed)]
+        return min(sides, key=lambda side: self._sealed.get(side, -1), default=None)
 
     def _look_for_memory(self, copy: Copy | None) -> None:
         """Turns snapshots off where two copies of a host's state do not fit into its memory."""
