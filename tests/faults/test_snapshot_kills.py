@@ -192,14 +192,14 @@ def test_kills_at_random_moments_lose_one_finished_step_at_most_and_no_bit(tmp_p
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_kills_while_checkpoints_are_written_from_snapshots_lose_no_bit(tmp_path, strategy):
-    kill_at_random(tmp_path, strategy, 2, writes=False, kills=6, beside=True)
+    kill_at_random(tmp_path, strategy, 2, writes=False, kills=4, beside=True)
 
 
 def kill_at_random(
     tmp_path: Path, strategy: str, ranks: int, writes: bool, kills: int, *, beside: bool = False
 ) -> None:
     steps = 70 * kills
-    quiet = Run(tmp_path / "quiet", ranks, strategy, steps, writes=writes)
+    quiet = Run(tmp_path / "quiet", ranks, strategy, steps, writes=writes, beside=beside)
     wanted = quiet.end()
     chance = random.Random(f"{strategy} {ranks}")
     run = Run(tmp_path / "killed", ranks, strategy, steps, writes=writes, beside=beside)
