@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -95,6 +96,16 @@ def test_a_forked_worker_has_the_folder_for_temporary_files_that_the_script_sets
     text += "import torch\nprint(torch.optim)"
     for way in WAYS:
         assert str(tmp_path / "mine") in lines(tmp_path, way, text)
+
+
+def test_a_launcher_that_has_more_than_a_thousand_files_open_forks_workers(tmp_path: Path) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
+        pytest.skip("needs 2048 open files")
+    program = script(tmp_path, "import sys\nprint('torch' in sys.modules)\nimport torch")
+    hold = 'ulimit -n 2048; for each in {1..1100}; do exec {file}</dev/null; done; exec "$@"'
+    job = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "1", "--cpu", str(program)]
+    ended = subprocess.run(["bash", "-c", hold, "bash", *job], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
 def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:

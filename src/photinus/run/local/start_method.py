@@ -104,7 +104,7 @@ class StartMethod:
             Interrupted: a signal ends the job.
         """
         while self._refusal is None:
-            ready = select.select([self._control.fileno(), self._interrupts.fd], [], [])[0]
+            ready = _readable([self._control.fileno(), self._interrupts.fd])
             self._interrupts.drain()
             if self._interrupts.received:
                 raise Interrupted
@@ -138,17 +138,13 @@ class StartMethod:
             json.dump(order, paper)
             paper.flush()
             null = nothing.fileno()
-            ends = [
-                own if end is None else null if end == subprocess.DEVNULL else end for own, end in enumerate(streams)
-            ]
-            with (
-                open(writing, "w"),
-                contextlib.suppress(OSError),
-            ):  # it has ended, or a stream of this process is closed
+            ends = [fd if end is None else null if end == subprocess.DEVNULL else end for fd, end in enumerate(streams)]
+            # It may have ended, or a stream of this process be closed.
+            with open(writing, "w"), contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"fork"], [writing, paper.fileno(), *ends])
                 assert self._process is not None
                 self._process.send_signal(signal.SIGCONT)  # stopped by somebody, it would never answer
-            answer = answers.read() if select.select([answers], [], [], _ANSWERS_WITHIN_S)[0] else ""
+            answer = answers.read() if _readable([reading], _ANSWERS_WITHIN_S) else ""
         if answer.startswith("!"):
             raise OSError(answer[1:])
         if answer:
@@ -193,6 +189,14 @@ class StartMethod:
             return "the script imports only the standard library"
         self._modules += [module for module, needs in _NEEDS.items() if needs.search(text)]
         return ""
+
+
+def _readable(descriptors: Sequence[int], within_s: float | None = None) -> list[int]:
+    """Wait until some can be read, and return these. `select.select` takes none above 1023, as with 130 workers."""
+    poll = select.poll()
+    for each in descriptors:
+        poll.register(each, select.POLLIN)
+    return [ready for ready, _ in poll.poll(within_s and within_s * 1000)]
 
 
 def _variables_set(tree: ast.AST) -> Iterator[str]:
