@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -66,6 +68,22 @@ def _train(loop: photinus.Loop, kill_at: int = 0) -> None:
                 time.sleep(0.01)
             # Stopped, it has not yet written what is saved after this body.
             WRITER._process.send_signal(signal.SIGSTOP if loop.step < kill_at else signal.SIGKILL)
+
+
+def test_it_is_written_where_a_data_set_holds_a_thousand_files_open(tmp_path: Path, world: Any, beside: None) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2048:
+        pytest.skip("needs 2048 open files")
+    WRITER.close()  # it starts again, behind the files
+    with contextlib.ExitStack() as ends:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
+        ends.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            ends.enter_context(open(os.devnull))
+        loop = _loop(tmp_path / "run")
+        _train(loop)
+        WRITER.close()
+    assert loop.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000006"
 
 
 def test_it_is_the_checkpoint_that_would_have_been_written_at_once(

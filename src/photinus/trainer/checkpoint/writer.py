@@ -103,7 +103,7 @@ class Writer:
     @property
     def has_answered(self) -> bool:
         """Return whether `wait` would not wait; on a host that only writes parts, whether that failed."""
-        if self.is_busy and self._answer is None and select.select([self._socket], [], [], 0)[0]:
+        if self.is_busy and self._answer is None and self._is_readable(0.0):
             self._answer = self._read_answer()
         return self._answer is not None and (not self._writes_parts or "error" in self._answer)
 
@@ -122,7 +122,7 @@ class Writer:
             return
         assert self._process is not None
         while self._answer is None:
-            if select.select([self._socket], [], [], _LOOK_EVERY_S)[0]:
+            if self._is_readable(_LOOK_EVERY_S):
                 self._answer = self._read_answer()
             else:
                 # A disk may be slow, and is waited for. A process that somebody stopped would never answer.
@@ -132,6 +132,11 @@ class Writer:
             raise error_class(answer["kind"])(answer["error"])
         if self._then is not None and not self._writes_parts:
             self._then(str(answer["path"]), time.perf_counter() - self._began_s)
+
+    def _is_readable(self, within_s: float) -> bool:
+        poll = select.poll()  # `select.select` takes no descriptor above 1023: a data set may hold many files open
+        poll.register(self._socket, select.POLLIN)
+        return poll.poll(within_s * 1000) != []
 
     def _read_answer(self) -> dict[str, Any]:
         assert self._process is not None
