@@ -87,6 +87,32 @@ def test_a_host_without_slots_takes_devices_by_number_but_not_all_except_some():
         select(hosts, parse_run(["-H", "hosts", "-e", "a:0", "x.py"]))
 
 
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        (["--nproc-per-node", "4"], (2, 0)),
+        (["--nproc-per-node", "2"], (2,)),
+        (["--nproc-per-node", "2", "--cpu"], (2, 0)),
+        ([], (2, 0)),
+    ],
+)
+def test_the_workers_that_are_asked_for_share_the_chosen_gpus_of_a_host(words, devices, monkeypatch):
+    monkeypatch.setenv("PHOTINUS_RANKS_PER_GPU", "2")
+    flags = parse_run(["--hostfile", "hosts", "--include", "a:2,0", *words, "x.py"])
+    (share,) = select(HOSTS, flags)
+    assert share.job(flags.spec).devices == devices
+
+
+@pytest.mark.parametrize("workers", ["3", "6"])
+def test_workers_that_do_not_fill_the_chosen_gpus_of_a_host_are_refused(workers):
+    flags = parse_run(
+        ["--hostfile", "hosts", "--include", "a:2,0", "--ranks-per-gpu", "2", "--nproc-per-node", workers, "x.py"]
+    )
+    (share,) = select(HOSTS, flags)
+    with pytest.raises(UsageError, match=f"asks for {workers} workers .* a has 2 slots .*, for 2 workers each"):
+        share.job(flags.spec)
+
+
 def here(*words: str, gpus: int = 4) -> Job:
     """The job of this host; torch would see these GPUs without CUDA_VISIBLE_DEVICES."""
     flags = parse_run([*words, "--no-python", "true"])

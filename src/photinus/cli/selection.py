@@ -44,13 +44,14 @@ class Share:
         """
         request, devices, count = spec.nproc_per_node, self.devices, self.count
         if isinstance(request, int):
-            if count is not None and request > count:
+            each = spec.ranks_per_gpu if self.gpus and not spec.cpu else 1
+            if count is not None and (request > count * each or request % each):
                 raise UsageError(
                     f"--nproc-per-node {request} asks for {request} workers on each host, but {self.host.name} has "
-                    f"{count} slot{'s' * (count != 1)} for this job"
+                    f"{count} slot{'s' * (count != 1)} for this job{f', for {each} workers each' * (each > 1)}"
                     + (f" ({self.host.where})." if self.host.where else ".")
                 )
-            devices, count = devices and devices[:request], request
+            devices, count = devices and devices[: request // each], request // each
         elif request != "auto":
             return spec
         if self.gpus and devices is None and count is not None:
