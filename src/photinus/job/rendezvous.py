@@ -121,7 +121,7 @@ def _of_mpi(
         job = f"port {port}"
     if port is None:
         port = port_of(int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big"))
-    return RendezvousAddress(address, port, f"mpi {job}", (), f"the job of {place.launcher}")
+    return RendezvousAddress(address, port, f"mpi {job}", (), f"the host and the job of {place.launcher}")
 
 
 def _job_of_mpi(environ: Mapping[str, str]) -> str | None:
