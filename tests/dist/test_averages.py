@@ -101,6 +101,8 @@ def batches(accumulate: int) -> list[list[tuple[Tensor, Tensor]]]:
         found += [[]] * (loop.micro_batch == 1)
         found[-1] = [*found[-1], tuple(batch)]
         loop.backward(net(batch[0]).sum())
+        if loop.step_due:
+            optimizer.zero_grad()
     return found
 
 

@@ -17,13 +17,13 @@ from tests.ranks import run_ranks, values
 def test_ranks_that_share_a_gpu_meet_over_photinus_and_exchange() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PHOTINUS_RANKS_PER_GPU": "2"}
     found = values(run_ranks(f"{__name__}:_meet", world_size=2, environ=environ))
     assert found == [["photinus", True, "photinus", 3.0]] * 2
 
 
 def _meet(rank: int, world_size: int) -> tuple[str, bool, str, float]:
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="the one")  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="the one", name="GPU")  # type: ignore[assignment]
     torch.cuda.device_count = lambda: 1
     device = torch.device("cuda", 0)
     backend, why = session._make_group(World.from_env(), device, "auto", "", timedelta(seconds=30))

@@ -185,6 +185,6 @@ def allocate(group: dist.ProcessGroup, elems: int, dtype: torch.dtype, device: t
 
 def wait_for_callbacks(group: dist.ProcessGroup) -> None:
     """Waits for the callbacks of earlier collectives where a backend (photinus) runs them on threads of its own."""
-    wait: Any = getattr(group, "settle", None)
+    wait: Any = getattr(group, "wait_for_callbacks", None)
     if wait is not None:
         wait()
