@@ -48,17 +48,17 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2246,
+    "backend": 2243,
     "cli": 986,
     "compat": 617,
-    "job": 2294,
-    "parallel": 5466,
+    "job": 2285,
+    "parallel": 5168,
     "run": 3490,
-    "runlog": 1145,
-    "templates": 231,
-    "tools": 2049,
-    "top": 1067,
-    "trainer": 8937,
+    "runlog": 1067,
+    "templates": 188,
+    "tools": 2019,
+    "top": 1034,
+    "trainer": 8642,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {
