@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from photinus.parallel import DistributedDataParallel
-from photinus.parallel.exchange.collectives import Average
+from photinus.parallel.exchange.collectives import GroupAverage
 from tests.dist.naive import broadcast_model
 from tests.ranks import RanksFailedError, run_ranks, values
 
@@ -219,14 +219,14 @@ def expect(error: type[BaseException], *fragments: str) -> Iterator[None]:
 def launches() -> Iterator[list[int]]:
     """Collects the element count of every average that is started."""
     started: list[int] = []
-    start = Average.start
+    start = GroupAverage.start
 
-    def recorded(self: Average, tensor: torch.Tensor, wire_dtype: torch.dtype | None = None) -> Any:
+    def recorded(self: GroupAverage, tensor: torch.Tensor, wire_dtype: torch.dtype | None = None) -> Any:
         started.append(tensor.numel())
         return start(self, tensor, wire_dtype)
 
-    Average.start = recorded  # type: ignore[method-assign]
+    GroupAverage.start = recorded  # type: ignore[method-assign]
     try:
         yield started
     finally:
-        Average.start = start  # type: ignore[method-assign]
+        GroupAverage.start = start  # type: ignore[method-assign]

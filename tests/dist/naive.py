@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from photinus.parallel.exchange.collectives import Average, resolve_group
+from photinus.parallel.exchange.collectives import GroupAverage, resolve_group
 
 
 @torch.no_grad()
@@ -41,5 +41,5 @@ def average_gradients(module: nn.Module, process_group: dist.ProcessGroup | None
         else:
             gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         gradient = gradient.contiguous().clone()
-        Average(group, parameter.device)(gradient)
+        GroupAverage(group, parameter.device)(gradient)
         parameter.grad = gradient

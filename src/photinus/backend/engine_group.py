@@ -23,7 +23,7 @@ from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
 from . import torch_tools
 from .arguments import UNSET, Memory, Wires
-from .process_group import InnerGloo, Limit, Parts, ProcessGroup
+from .process_group import GroupParts, InnerGloo, Limit, ProcessGroup
 from .torch_tools import begin_call, end_event, outside_dynamo
 from .updates import Updates
 from .work import Completer, CudaWork, EngineWork, end_event_with
@@ -57,7 +57,7 @@ class EngineGroup(ProcessGroup):
         limit: Limit,
         label: str,
         devices: Sequence[torch.device],
-        parts: Parts,
+        parts: GroupParts,
         wires: Wires,
     ) -> None:
         super().__init__(gloo, store, limit, label, devices, parts)

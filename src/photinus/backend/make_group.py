@@ -17,7 +17,7 @@ from ..job.world import name_ranks
 from . import device_map, hosts
 from .arguments import Options, wires
 from .engine_reductions import ThroughEngine
-from .process_group import InnerGloo, Limit, Parts, ProcessGroup
+from .process_group import GroupParts, InnerGloo, Limit, ProcessGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
@@ -38,7 +38,7 @@ def make(
         HostError: other hosts cannot reach this one, or this process may not open what it needs.
     """
     own, request = own or Options(), request or device_map.DeviceRequest()
-    parts = Parts(
+    parts = GroupParts(
         lambda part, subset: make(part, request.for_a_part(subset), own), list(description.global_ranks_in_group)
     )
     ours = _make_ours(description, own, request.ours, parts)
@@ -54,7 +54,7 @@ def make(
 
 
 def _make_ours(
-    description: _DistributedBackendOptions, own: Options, devices: Sequence[str], parts: Parts
+    description: _DistributedBackendOptions, own: Options, devices: Sequence[str], parts: GroupParts
 ) -> ThroughEngine:
     rank, size, store = description.group_rank, description.group_size, description.store
     members = list(description.global_ranks_in_group)

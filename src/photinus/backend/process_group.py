@@ -54,7 +54,7 @@ _Maker: TypeAlias = "Callable[[_DistributedBackendOptions, Sequence[torch.device
 """Makes a group that torch describes, for some device types (None: for all)."""
 
 
-class Parts(NamedTuple):
+class GroupParts(NamedTuple):
     """The way to make parts of a group.
 
     Attributes:
@@ -137,7 +137,13 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(
-        self, gloo: InnerGloo, store: Store, limit: Limit, label: str, devices: Sequence[torch.device], parts: Parts
+        self,
+        gloo: InnerGloo,
+        store: Store,
+        limit: Limit,
+        label: str,
+        devices: Sequence[torch.device],
+        parts: GroupParts,
     ) -> None:
         # torch 2.13's three-argument form does not take a subclass ("not an alias instance").
         super().__init__(gloo.rank(), gloo.size())

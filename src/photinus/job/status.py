@@ -42,10 +42,10 @@ class Status:
 _status = Status()
 _file: int | None = None
 _counter: object = None
-_counts = True  # until `tell` gets steps
+_counts = True  # until `update` gets steps
 
 
-def tell(
+def update(
     *, letter: str | None = None, steps: int | None = None, saved: int | None = None, out: str | None = None
 ) -> None:
     """Write what has changed."""
@@ -56,7 +56,7 @@ def tell(
 
 
 def count_optimizer_steps() -> None:
-    """From now on writes each step of a torch.optim optimizer, until `tell` gets steps from a loop."""
+    """From now on writes each step of a torch.optim optimizer, until `update` gets steps from a loop."""
     if env.WORKER_FILES.get() is None:
         return
     from ..optimizer_steps import StepWatcher, watch_steps

@@ -193,7 +193,7 @@ class Checkpointer:
         """On rank 0: a checkpoint is on the disk. Raises ValueError: `best` names what its row does not have."""
         assert self._folder.path is not None, "a run that saves has a folder"
         self._written = self._folder.path / CHECKPOINTS / Path(path).name
-        self._folder.tell("checkpoint", step, name=self._written.name, seconds=round(seconds, 6))
+        self._folder.record_event("checkpoint", step, name=self._written.name, seconds=round(seconds, 6))
         best = None if self._spec.saving.best is None else self._spec.saving.best.removeprefix("-")
         if best is not None and row is not None and best not in row:
             raise ValueError(
@@ -204,7 +204,7 @@ class Checkpointer:
     def _note_newest(self, path: str | None) -> None:
         if path:
             self.newest = Path(path)
-            status.tell(saved=self.saved_step)
+            status.update(saved=self.saved_step)
 
     @property
     def is_written(self) -> bool:
@@ -263,7 +263,7 @@ class Checkpointer:
             if source is None:
                 return Restored(point, Position())
             position, numbers = self._state.load(source, batches_per_epoch)
-        status.tell(saved=position.step)
+        status.update(saved=position.step)
         if isinstance(source, MemorySnapshot):
             self.snapshots.go_on_from(source)
             return Restored(point, position, numbers, source.path, source.steps_lost, answer["is_unsaved"])

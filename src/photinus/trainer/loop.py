@@ -523,7 +523,7 @@ class Loop:
                     self._batches_done = 0
                     position.step += 1
                     keeps = self._checkpointer.step_ended(position.step)
-                    status.tell(steps=position.step)
+                    status.update(steps=position.step)
                     self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)
                     # In its last step a run finishes instead: there would be nothing left to resume.
                     if self._suspending and not self.finished:
@@ -624,10 +624,10 @@ class Loop:
         if is_written:
             self._checkpointer.wait()
         if self._suspending:
-            status.tell(letter="s")
+            status.update(letter="s")
         if stops:
             position.stopped_of = self._spec.length.wanted
-            self._folder.tell("stop", position.step, epoch=self.epoch)
+            self._folder.record_event("stop", position.step, epoch=self.epoch)
 
     def _end_row(self, epoch_ended: bool) -> None:
         position, every = self._position, self._spec.validate_every_steps
@@ -643,7 +643,7 @@ class Loop:
         self._progress.end_row(row, measurements(row), epoch_ended=epoch_ended)
         if whole and (reason := reason_to_stop(self._judges, row, is_main=self._session.is_main)):
             self._stopped_by, position.stopped_of = reason, self._spec.length.wanted
-            self._folder.tell("stop", position.step, epoch=int(row["epoch"]), text=reason)
+            self._folder.record_event("stop", position.step, epoch=int(row["epoch"]), text=reason)
 
     def _save(self) -> None:
         self._save_wanted = False

@@ -200,7 +200,7 @@ class Snapshots:
         if pending is not None and not failed:
             self._sealed[pending[0]] = pending[1]
             self._count += 1
-            status.tell(saved=max(saved, pending[1]))
+            status.update(saved=max(saved, pending[1]))
         often = _FIRST_INTERVAL if cost_s < 0 else max(1, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
         self._plan(step, self._every or often)
         return True

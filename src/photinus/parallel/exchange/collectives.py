@@ -134,7 +134,7 @@ def wait_all(works: Sequence[Pending | None], after: Callable[[int], None] | Non
         raise first
 
 
-class Average:
+class GroupAverage:
     """Averages tensors over the ranks of a group, in place.
 
     Where the backend averages by itself (photinus adds in the order of the ranks and divides once), that is used;

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
-from ..exchange.collectives import Average
+from ..exchange.collectives import GroupAverage
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that this thread runs, larger for later ones; -1 outside of any."""
@@ -39,7 +39,7 @@ class AveragedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, averaged: torch.Tensor, average: Average) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, averaged: torch.Tensor, average: GroupAverage) -> torch.Tensor:
         """`averaged`, with the graph of `local`."""
         ctx.average = average
         return averaged.clone()  # the bucket is used again; a graph must not look into it

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from ..exchange.collectives import Average, Pending, wait_for_callbacks
+from ..exchange.collectives import GroupAverage, Pending, wait_for_callbacks
 from .autograd import keep_until_read
 from .buckets import Bucket
 
@@ -26,14 +26,14 @@ class AverageExchange:
     """The average over the ranks.
 
     Args:
-        wire_dtype: the type in which it travels between hosts, see `Average.start`; None: its own.
+        wire_dtype: the type in which it travels between hosts, see `GroupAverage.start`; None: its own.
         dtype: in which floating gradients are averaged and sent; None: their own, in place.
     """
 
     averages = True
 
     def __init__(
-        self, average: Average, wire_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None
+        self, average: GroupAverage, wire_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self._average = average
         self._wire_dtype = wire_dtype

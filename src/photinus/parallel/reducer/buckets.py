@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..exchange.collectives import Average, Pending, allocate, wait_all
+from ..exchange.collectives import GroupAverage, Pending, allocate, wait_all
 from ..exchange.tensors import dense_strides
 from ..tracing.spans import until_done
 from .autograd import keep_until_read
@@ -331,7 +331,7 @@ class Buckets:
     def __init__(
         self,
         slots: Sequence[Slot],
-        average: Average,
+        average: GroupAverage,
         exchange: BucketExchange,
         options: ReducerOptions,
         before_launch: Callable[[Bucket], None],

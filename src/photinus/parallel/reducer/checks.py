@@ -36,7 +36,7 @@ from ...errors import MismatchError, MissingGradientError, NonFiniteGradientErro
 from ...job.world import name_ranks
 from ...optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ..exchange.agreement import JSON, check_alike
-from ..exchange.collectives import Average, control_device, gather_numbers
+from ..exchange.collectives import GroupAverage, control_device, gather_numbers
 from ..exchange.verify_models import compare_parameters, digest_of, ranks_by
 from .buckets import Bucket, Slot
 from .options import ReducerOptions
@@ -77,7 +77,7 @@ class RankFacts(StepWatcher):
         acts: what this rank did around its steps; None where all ranks do the whole steps.
     """
 
-    def __init__(self, slots: Sequence[Slot], average: Average, *, checked: bool) -> None:
+    def __init__(self, slots: Sequence[Slot], average: GroupAverage, *, checked: bool) -> None:
         self._slots = slots
         self._average = average
         self._checked = checked
@@ -285,7 +285,7 @@ def missing_text(rank: int, missing: Sequence[Slot], total: int, path: str, *, s
 class NanGuard:
     """Looks at the gradients of each round before they are averaged."""
 
-    def __init__(self, average: Average) -> None:
+    def __init__(self, average: GroupAverage) -> None:
         self._average = average
         self._found: Slot | None = None
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from ...errors import PhotinusError
 from ...process_memory import PER_GRADIENTS, keep_freed_memory
 from ...waiting_time import waiting_time
-from ..exchange.collectives import Average, Pending, wait_all
+from ..exchange.collectives import GroupAverage, Pending, wait_all
 from ..exchange.tensors import tensors_in
 from ..tracing.spans import span
 from .autograd import AveragedGradient, current_task, inside_custom_function, leaves_below, streams_of
@@ -95,7 +95,7 @@ class Reducer:
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = parameters[0][1].device
-        self.average = Average(group, self.device)
+        self.average = GroupAverage(group, self.device)
         self.timeline = Timeline()
         self._streams = streams_of(self.device)
         self._after_exchange: list[Callable[[Bucket], None]] = []

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..exchange.collectives import Average, gather_numbers
+from ..exchange.collectives import GroupAverage, gather_numbers
 
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
 @torch.no_grad()
 def average_sparse(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], average: Average
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], average: GroupAverage
 ) -> list[torch.Tensor | None]:
     """Averages each parameter's gradient over the ranks; all ranks call it with the same parameters.
 
@@ -67,7 +67,7 @@ def _state(gradient: torch.Tensor | None) -> list[int]:
 
 
 def _average_rows(
-    parameter: torch.Tensor, gradient: torch.Tensor | None, counts: Sequence[int], average: Average
+    parameter: torch.Tensor, gradient: torch.Tensor | None, counts: Sequence[int], average: GroupAverage
 ) -> torch.Tensor:
     """The average of gradients whose rows (first dimension) are sparse; `counts` has each rank's number of rows."""
     # Padded, because dense collectives need equal sizes.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PhotinusError
-from ..exchange.collectives import Average, Pending
+from ..exchange.collectives import GroupAverage, Pending
 from .autograd import sent_to
 from .buckets import Slot
 from .timeline import Timeline
@@ -83,7 +83,7 @@ class UsedParameters:
 
     def __init__(
         self,
-        average: Average,
+        average: GroupAverage,
         count: int,
         *,
         may_change: bool,

@@ -118,7 +118,7 @@ class Parts:
             self._fill(unfinished, unfinished / f"at-{self._host}")
             _tell(unfinished / f"host-{self._host}", "")
         except Exception as error:
-            tell_failure(folder, token, self._host, str(error))
+            write_failure(folder, token, self._host, str(error))
             raise
 
     def _await(self, path: Path, who: str, sign: Path) -> None:
@@ -155,7 +155,7 @@ class Parts:
                 os.fsync(file.fileno())
 
 
-def tell_failure(folder: Path, token: str, host: int, text: str) -> None:
+def write_failure(folder: Path, token: str, host: int, text: str) -> None:
     """Lets the first host know that another one cannot write its parts; waits a while for it to begin."""
     began_s = time.monotonic()
     while not (found := [*folder.glob(f"*-{token}/")]) and time.monotonic() - began_s < _SILENT_AFTER_END_S:

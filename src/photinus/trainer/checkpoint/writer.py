@@ -152,9 +152,9 @@ class Writer:
             f"{how}. What was written before is untouched."
         )
         if self._image is not None and self._writes_parts:
-            from .parts import tell_failure
+            from .parts import write_failure
 
-            tell_failure(Path(self._image.folder), self._image.token, self._image.host, error)
+            write_failure(Path(self._image.folder), self._image.token, self._image.host, error)
         return {"kind": "CheckpointError", "error": error}
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class RunFolder:
                 where = f"on host {self._session.host}, and {name_ranks(lacking, 8)} cannot see it"
                 unseen = f"note: {self.path} is {where}: rank 0's counts, from which the others get their state"
             if not is_done:
-                status.tell(out=self.run)
+                status.update(out=self.run)
                 self._position = position
                 self._session.at_end(self._record_end)
         if self._session.is_main:
@@ -173,7 +173,7 @@ class RunFolder:
 
     def _warn(self, position: Position, text: str) -> None:
         say(f"warning: {text}")
-        self.tell("warning", position.step, text=text)
+        self.record_event("warning", position.step, text=text)
 
     def append_losses(self, losses: Sequence[StepLoss], start: int) -> None:
         """Adds rows to losses.csv. An error is kept in `error`, as by what follows."""
@@ -193,14 +193,14 @@ class RunFolder:
             for writer in self._writers:
                 writer.add_row(history)
         row = history[-1]
-        self.tell(kind, int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
+        self.record_event(kind, int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
 
     def rewrite_metrics(self, history: Sequence[Row]) -> None:
         """Writes metrics.csv again: something was added to its last row. Raises OSError."""
         for writer in self._writers[:1]:  # loggers have ended
             writer.add_row(history)
 
-    def tell(self, kind: str, step: int, **facts: Any) -> None:
+    def record_event(self, kind: str, step: int, **facts: Any) -> None:
         """Adds an event that happens now."""
         with self._keeping_error():
             if self._writers:
@@ -229,7 +229,7 @@ class RunFolder:
         self.draw()
         self._loggers.end(how)
         self._let_go()
-        status.tell(out="")
+        status.update(out="")
 
     def _record_end(self, error: BaseException | None) -> None:
         """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""

@@ -156,7 +156,7 @@ class RunNumbers:
             if self._session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
                 position.told_not_finite = True
                 warnings.warn(f"the loss is {step_loss.loss} at step {step_loss.step}", stacklevel=3)
-                folder.tell("warning", step_loss.step, text=f"the loss is {step_loss.loss}")
+                folder.record_event("warning", step_loss.step, text=f"the loss is {step_loss.loss}")
         if losses:
             folder.append_losses(losses, position.start)
         self.write_times(position, folder, epoch=epoch)

@@ -70,7 +70,7 @@ def suspend_requested() -> bool:
     if _own is None:
         _own = Watch()
     _calls += 1
-    status.tell(steps=_calls)
+    status.update(steps=_calls)
     if not _is_agreed:
         wish = _own.wants(_calls)
         if place_in_group()[1] > 1:
@@ -79,7 +79,7 @@ def suspend_requested() -> bool:
             wish = bool(wishes.item())
         _is_agreed = wish
     if _is_agreed:
-        status.tell(letter="s")
+        status.update(letter="s")
     return _is_agreed
 
 
@@ -120,7 +120,7 @@ class Watch:
         self._simulated_at = env.PREEMPT_AT_STEP.get() if is_simulated else None
         if active:
             _watches += 1
-            status.tell(letter="c" if _take_signals() else "r")
+            status.update(letter="c" if _take_signals() else "r")
 
     def wants(self, step: int) -> bool:
         """Return whether this rank was asked to suspend, when so many steps are done."""
@@ -134,7 +134,7 @@ class Watch:
         if self._is_active:
             self._is_active = False
             _watches -= 1
-            status.tell(letter="r" if _watches else "-")
+            status.update(letter="r" if _watches else "-")
             if not _watches:
                 _give_signals_back()
 
