@@ -48,7 +48,7 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2243,
+    "backend": 2249,
     "cli": 986,
     "compat": 617,
     "job": 2285,

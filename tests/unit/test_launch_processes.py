@@ -17,7 +17,7 @@ import pytest
 from photinus.job.attempt import AttemptMembers
 from photinus.job.deaths import root_cause, suspension_words
 from photinus.job.spec import JobSpec, Program
-from photinus.job.worker_files import Head, key_of, make_image_files, pack_head, progress_bytes
+from photinus.job.worker_files import PROGRESS_AT, Head, key_of, make_image_files, pack_head, progress_bytes
 from photinus.run.local.guard import Guard, as_subreaper
 from photinus.run.local.interrupts import Interrupted, handle_signals
 from photinus.run.local.job import Job
@@ -283,7 +283,7 @@ def test_a_worker_that_is_killed_from_outside_while_it_is_stopped_is_told_from_t
 
 
 def test_a_worker_that_sigterm_only_asks_to_suspend_is_ended_at_once_as_sigterm_would(tmp_path):
-    text = "from photinus.job import status\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstatus.tell(letter='r')\n"
+    text = "from photinus.job import status\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstatus.update(letter='r')\n"
     with workers(tmp_path, f"{text}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n", 1) as (processes, _, _):
         wait_until((tmp_path / "ready").exists)
         begun = time.monotonic()
@@ -429,7 +429,7 @@ def test_a_snapshot_counts_as_saved_when_each_worker_has_it(tmp_path):
 
     def seal(local_rank, side, step, run=""):
         head = Head(key_of(run), step, local_rank, 2, local_rank, 2)
-        Path(job.images[local_rank][side]).write_bytes(pack_head(head) + progress_bytes(step))
+        Path(job.images[local_rank][side]).write_bytes(pack_head(head).ljust(PROGRESS_AT, b"\0") + progress_bytes(step))
 
     assert processes.saved_step() == -1
     seal(0, 0, 4)

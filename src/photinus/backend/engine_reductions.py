@@ -181,7 +181,7 @@ class ThroughEngine(EngineMoves):
                     raise ValueError(
                         "reduce_scatter: the output overlaps an input for another rank; give it a separate buffer"
                     )
-            # The engine cuts equal parts. GroupParts of different sizes are a reduce for each rank.
+            # The engine cuts equal parts. Parts of different sizes are a reduce for each rank.
             works = [self._reduce(options, tensor, output, root) for root, tensor in enumerate(inputs)]
             return JoinedWork(works, [output])
         memory = Memory()
