@@ -160,7 +160,7 @@ def test_a_file_of_hosts_is_read_as_its_page_says(page: str, tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     slots = [re.findall(r"^(\w+) slots=(\d+)", line)[0] for line in lines]
-    assert re.findall(r"^  (\w+) \(over.*\n    photinus run --nproc-per-node (\d+) ", done.stdout, re.M) == slots
+    assert re.findall(r"^  (\w+) \(over.*\n.*\n    nproc_per_node: (\d+)$", done.stdout, re.M) == slots
 
 
 def test_a_resume_from_memory_is_told_as_in_the_tutorial() -> None:
