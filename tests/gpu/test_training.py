@@ -225,7 +225,7 @@ def test_a_snapshot_has_what_the_device_held_before_the_next_step_was_queued() -
         copy.seal_beside()
         copy.wait()
         image_reader.verify(path)
-        found = image_reader.load([path])
+        found = image_reader.load(image_reader.open_files([path]))
         assert (found["large"] == step).all()
         assert (found["small"] == step).all()
     os.close(descriptor)
