@@ -102,7 +102,7 @@ ANY_RANK = -1
 """For `recv`: from whichever rank sends first."""
 
 Part = tuple[int, int]
-"""What goes to or comes from one rank: the address and the number of elements."""
+"""Memory that one rank sends or receives: its address, and the number of elements."""
 
 
 class Place(NamedTuple):

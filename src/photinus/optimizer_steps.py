@@ -1,8 +1,8 @@
-"""The steps of all torch optimizers in this process: who watches them is told of each one's beginning and end.
+"""Watch the steps of all torch optimizers in this process: a watcher is called when a step begins and when it ends.
 
 An optimizer may step through another, as ZeRO's steps a part with the user's, or through the `step` of its base class.
 That is one step, the outermost one's. Watchers are called on the thread that steps. A step that raises has begun and
-does not end. A step that is compiled is told as any other: torch.compile leaves out the calls from here.
+does not end. Compiled steps call watchers too: torch.compile does not trace the calls from here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class StepWatcher:
 
 
 def watch_steps(watcher: StepWatcher) -> None:
-    """Tells a watcher of each step from now on, for as long as it lives; those that came before it are told first."""
+    """Call a watcher at each step from now on, as long as it lives. Earlier watchers are called first."""
     _watch_torch()
     if watcher not in _present():
         _watchers.append(weakref.ref(watcher, _watchers.remove))
 
 
 def unwatch_steps(watcher: StepWatcher) -> None:
-    """Tells it no more. May be called again."""
+    """Stop calling a watcher. May be called again."""
     with contextlib.suppress(ValueError):
         _watchers.remove(weakref.ref(watcher))
 

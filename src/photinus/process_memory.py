@@ -6,7 +6,7 @@ import ctypes
 import os
 
 PER_GRADIENTS = 4
-"""What a training step may free in all, in gradients: these, what they are computed from, and activations."""
+"""Memory that a training step may free, in multiples of the gradients: gradients, their inputs and activations."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # what malloc takes; its own adjustment, which ends here too, is off from now on

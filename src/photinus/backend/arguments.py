@@ -43,7 +43,7 @@ REDUCTIONS: dict[int, int] = {
 """The engine's code of each reduction, by hash(ReduceOp): its number in C++, and the cheapest thing to look up."""
 
 UNSET = timedelta(milliseconds=-1)
-"""What an options object holds when the caller gave no timeout: the group's own counts."""
+"""The timeout in an options object when the caller gave none: the group's own timeout applies."""
 
 
 def as_options(kind: type[T], argument: Any, timeout: timedelta | None = None, **fields: Any) -> T:

@@ -169,7 +169,7 @@ def local_addresses_of(host: str) -> list[str]:
 
 
 def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, alone: bool) -> socket.socket:
-    """A listening socket at this host's address of that name: bound before anybody is told of it, so nobody takes it.
+    """Return a listening socket at this host's address of that name. It is bound first, so no other program takes it.
 
     Args:
         name: name or address of this host, as the user typed it.

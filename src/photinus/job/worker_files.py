@@ -104,12 +104,12 @@ def read_head(path: str) -> Head | None:
 
 
 def progress_bytes(step: int) -> bytes:
-    """Return what stands at PROGRESS_AT once this step is finished."""
+    """Return the bytes at PROGRESS_AT once this step is finished."""
     return struct.pack("<QQ", step, ~step & (2**64 - 1))
 
 
 def read_progress(path: str) -> int:
-    """Return the last finished step that stands beside an image; -1 for none."""
+    """Return the last finished step that is noted beside an image; -1 for none."""
     step, complement = struct.unpack("<QQ", _first_bytes(path)[PROGRESS_AT:].ljust(16, b"\0"))
     return step if step ^ complement == 2**64 - 1 else -1
 

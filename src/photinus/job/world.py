@@ -58,8 +58,8 @@ def read_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
 def read_scheduler(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Read this process's place from mpirun, mpiexec or srun; return None if none of them started it.
 
-    MPI comes first: its mpirun, used inside of Slurm, starts its helpers by srun, and the ranks inherit what Slurm told
-    those helpers.
+    MPI's variables come first. Inside a Slurm job, mpirun starts its helpers by srun, and the ranks inherit the Slurm
+    variables of these helpers.
 
     Raises:
         ValueError: a variable is not a whole number.

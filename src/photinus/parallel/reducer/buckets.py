@@ -7,9 +7,9 @@ ranks by itself. A bucket is launched as soon as it is complete, always in the s
 
 A gradient that was reduced stays in its bucket and `param.grad` is an alias of that place, so nothing is copied back.
 Code may keep a gradient, though, drop it from the parameter (`zero_grad`), and go on to the next backward. Unless
-gradients are declared to be views of buckets, such a gradient survives: before a bucket is written to anew, the
-references to its memory are counted, and if somebody else holds one, the bucket takes fresh memory and leaves the old
-to its holder. The usual loop, in which nobody does, pays for a count per bucket.
+gradients are declared to be views of buckets, such a gradient survives: before a bucket is written again, the
+references to its memory are counted. If other code holds one, the bucket takes new memory and leaves the old memory to
+that code. The usual loop holds none, and pays for one count per bucket.
 """
 
 from __future__ import annotations

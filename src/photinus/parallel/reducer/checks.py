@@ -93,7 +93,7 @@ class RankFacts(StepWatcher):
             watch_steps(self)
 
     def restart(self) -> None:
-        """All ranks are together anew, with the same weights, however many steps each has made."""
+        """Start over: all ranks have the same weights now, whatever number of steps each has made."""
         self._steps = 0
         self._reached = False  # a backward reached the parameters since the last step
         self._weights = 0

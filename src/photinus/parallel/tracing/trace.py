@@ -142,7 +142,7 @@ class Trace(AbstractContextManager["Trace"]):
         self._profile = profile(schedule=self._action)
 
     def _action(self, begun: int) -> ProfilerAction:
-        """The profiler's task from the moment when so many steps have begun."""
+        """Return the profiler's task after `begun` steps have begun."""
         if begun <= self._skip:
             return ProfilerAction.WARMUP if begun == self._skip else ProfilerAction.NONE
         if self._last is None or begun < self._last:
@@ -249,7 +249,7 @@ def chrome_events(ranks: Sequence[RankTrace]) -> list[Event]:
         for index, event in enumerate(each.events):
             if not event["name"].startswith("process_"):  # the same on all ranks
                 moved = {**event, "pid": each.rank, "tid": rows.get(index, event["tid"]), "ts": event["ts"] + shift}
-                # Arrows between events are told apart by numbers, which each rank counts from 0.
+                # An arrow between events has an id, which each rank counts from 0.
                 events.append({**moved, "id": f"{each.rank}.{event['id']}"} if "id" in event else moved)
     first = min((event["ts"] for event in events if event["ph"] == "X"), default=0)
     return [{**event, "ts": 0 if event["ph"] == "M" else event["ts"] - first} for event in events]
