@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +115,24 @@ def test_one_process_is_traced_without_a_process_group(tmp_path: Path) -> None:
         pass
     assert drawn(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == []  # no step was made
     assert "no step was recorded" in str(trace)
+
+
+def test_a_process_of_any_name_is_traced(tmp_path: Path) -> None:
+    code = """
+import photinus, torch
+open("/proc/self/comm", "wb").write(b'a "b}\\\\ gr\\xc3\\n')
+with photinus.init("gloo", "cpu"):
+    plain = torch.nn.Linear(1, 1)
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with photinus.trace("trace.json") as trace:
+        for _ in range(2):
+            model(torch.ones(1)).sum().backward()
+            optimizer.step()
+    print(trace)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    json.loads((tmp_path / "trace.json").read_text())
+    assert b"rank 0: 2 steps" in printed.stdout
 
 
 def test_waiting_for_the_loops_next_batch_is_traced(tmp_path: Path) -> None:

@@ -210,10 +210,11 @@ def _recorded(profiler: profile) -> tuple[int, list[Event]]:
     """The profiler's time base and events. Of those that have not ended, it keeps the exchanges of buckets."""
     if profiler.profiler is None:  # it was to begin later
         return 0, []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(file))
-        recorded = json.loads(file.read_text(errors="replace"))
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        text = Path(file.name).read_text(errors="replace")
+    # Threads' names stand there as they are, quotes and line ends included.
+    recorded = json.loads(re.sub(r'(?s)"thread (\d+) \(.*?\)"\s*\}', r'"thread \1"}', text), strict=False)
     events = [
         event
         for event in recorded["traceEvents"]
