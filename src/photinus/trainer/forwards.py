@@ -51,9 +51,11 @@ class Forwards:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, but {what} needs a torch.nn.Module")
         self._session, self._model = session, model
+        for prepare in session.before_evaluation:
+            prepare()
         if callable(catch_up := getattr(model, "catch_up", None)):  # a photinus.Average
             catch_up()
-        size = _default_size(dataset) if batch_size is None else batch_size
+        size = _default_size(dataset, session) if batch_size is None else batch_size
         self.batch_size, device = whole_number("batch_size", size, least=1), session.device
         self._batches = make_loader(
             dataset, batch_size=self.batch_size, train=False, seed=0, device=device, place=(0, 1)
@@ -158,9 +160,9 @@ def batches_of(batches: Loader, samples: list[int]) -> Iterator[Batch]:
     return batches.epoch(0)
 
 
-def _default_size(dataset: Data) -> int:
+def _default_size(dataset: Data, session: Session) -> int:
     if isinstance(dataset, Loader):
-        return -(-dataset.batch_size // dataset.shares.world_size)
+        return -(-dataset.batch_size // (session.logical_shards or dataset.shares.world_size))
     # A DistributedSampler does not change it: it is that of one forward.
     return (isinstance(dataset, DataLoader) and dataset.batch_size) or 64
 

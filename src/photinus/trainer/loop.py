@@ -39,6 +39,7 @@ from .data import rng
 from .data.arguments import explains_unknown
 from .data.loader import Batch, Loader, note_place, train_batches
 from .early_stopping import EarlyStopping, reason_to_stop
+from .logical_shards import ShardMeans, ShardSteps
 from .optimizer_modes import OptimizerModes
 from .record.config import user_options
 from .record.loggers import check_packages
@@ -46,6 +47,7 @@ from .record.run_folder import RunFolder
 from .record.run_numbers import RunNumbers
 from .record.spec import Reporting, RunSpec, Saving, check_options
 from .record.step_clock import StepClock
+from .record.step_losses import ShardLosses, StepLosses
 from .session import preemption
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
@@ -60,7 +62,7 @@ from .session.wrapping import (
 )
 from .state import LoopState
 from .step_ledger import StepLedger, parameters_with_gradients
-from .weighted_means import values_of
+from .weighted_means import WeightedMeans, values_of
 
 _SAVE_AFTER_S = 600.0  # where Saving.every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take
@@ -157,13 +159,14 @@ class Loop:
             )  # fmt: skip
             if session.is_main:
                 check_packages(report.loggers)
-            check_exchanges_gradients(model, session.world_size)
+            places = session.logical_shards or session.world_size
+            check_exchanges_gradients(model, places)
             check_optimizer(model, optimizer)
             others = dict(state or {})
             models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
             optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
             check_schedulers(others, optimizers)
-            check_second_models(model, others, session.world_size)
+            check_second_models(model, others, places)
             averages = {f"state[{name!r}]": each for name, each in others.items() if isinstance(each, Average)}
             for name, average in averages.items():
                 average.begin(optimizers, name)
@@ -176,6 +179,13 @@ class Loop:
             self._judges = [each for each in others.values() if callable(getattr(each, "after_row", None))]
             self._stopped_by = ""  # text: why it ended before its last epoch
             self._loader = train_batches(train_set, batch_size, (session.rank, session.world_size), session.device)
+            self._shards = None
+            if session.logical_shards:
+                seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, self._number)
+                wrapped = [each for each in models[1:] if exchanges_gradients(each)]
+                self._shards = ShardSteps(session, [model, *wrapped], seed)
+                self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
+                training |= {"logical_shards": session.logical_shards, "threads": torch.get_num_threads()}
             batches, shares = self._loader, self._loader.shares
             order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
             every = None if validate_every_steps is None else int(validate_every_steps)  # numpy's are not JSON's
@@ -190,10 +200,15 @@ class Loop:
         wrapped = [unwrap_compiled(each) for each in models if exchanges_gradients(each)]
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]
         self._clock = StepClock(session)
-        self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._ledger = StepLedger(
-            session, models, optimizers, [*averages.values()], self._numbers, self._clock, self._replicas
-        )
+        means: WeightedMeans | ShardMeans
+        losses: StepLosses | ShardLosses
+        if self._shards is None:
+            means = WeightedMeans(session, models, partial(parameters_with_gradients, models, optimizers))
+            losses = StepLosses()
+        else:
+            means, losses = self._shards.means, ShardLosses(self._shards.own, self._shards.shards)
+        self._numbers = RunNumbers(session, self._clock, self._replicas, losses)
+        self._ledger = StepLedger(optimizers, [*averages.values()], losses, self._clock, self._replicas, means)
         self._modes = OptimizerModes([optimizer, *others.values()], session.switching)
         state_of_run = LoopState(session, model, optimizer, others, spec, self._loader)
         # What cannot be saved is an error now, and not when the first epoch is done.
@@ -211,7 +226,8 @@ class Loop:
         """Puts the loop where the run is: at its start, or at the checkpoint that it goes on from."""
         self._saved_s, self._save_pause_s = time.monotonic(), _SAVE_AFTER_S
         is_stream = self._loader.shards > 0
-        self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader)
+        self._parts = 1 if self._shards is None else len(self._shards.own)  # of each global batch on this rank
+        self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader) // self._parts
         self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
         restored = self._checkpointer.restore(resume, self._batches_per_epoch)
         self._position, self._rng, self.resumed_from = restored.position, restored.numbers, restored.path
@@ -278,20 +294,21 @@ class Loop:
 
     @property
     def micro_batch(self) -> int:
-        """Return the number of the running batch in its step, from 1 to `accumulate`; between bodies, of those done."""
+        """Return the number of the running batch in its step, from 1; between bodies, of those done. The last one has
+        the number `accumulate`, times the number of this rank's logical shards."""
         return self._batches_done + (self._batch is not None)
 
     @property
     def step_due(self) -> bool:
         """Return whether the optimizer steps in this body: it has the last batch of a step."""
-        return self._batch is not None and self.micro_batch == self._batches_of_step
+        return self._batch is not None and self.micro_batch == self._batches_of_step * self._parts
 
     @property
     def _batches_of_step(self) -> int:
-        """Return the number of batches in the current step. An epoch's last step may have fewer than `accumulate`."""
+        """Return the number of global batches in the current step; an epoch's last may have less than `accumulate`."""
         if self._accumulate == 1:
             return 1
-        return min(self._accumulate, self._batches_done + self._batches_per_epoch - self._position.batches_done)
+        return min(self._accumulate, self._batches_per_epoch - self._position.batches_done)
 
     @property
     def epoch_ended(self) -> bool:
@@ -301,7 +318,8 @@ class Loop:
     @property
     def whole_epoch_ended(self) -> bool:
         """Return whether this is the last batch of a whole epoch. There, step a scheduler that counts epochs."""
-        return self._batch is not None and self._position.batches_done + 1 == self._batches_per_epoch
+        done = self._position.batches_done + self._batches_of_step
+        return self.step_due and done == self._batches_per_epoch
 
     @property
     def validation_due(self) -> bool:
@@ -486,6 +504,8 @@ class Loop:
         position, clock = self._position, self._clock
         clock.start()
         self._ledger.begin()
+        if self._shards is not None:
+            self._shards.begin()
         self._modes.begin()
         self._checkpointer.snapshots.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
@@ -496,15 +516,18 @@ class Loop:
         try:
             while not self.finished:
                 self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
-                place = position.epochs_done, position.batches_done
-                batches = self._loader.epoch(*place, look_ahead=self._accumulate)
+                start = position.batches_done * self._parts + self._batches_done
+                batches = self._loader.epoch(position.epochs_done, start, look_ahead=self._accumulate)
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
                     if self._loader.shards:  # as many are read ahead as can be in a step
                         self._batches_per_epoch = batch.index + 1 + batch.to_come
-                    step_ended = self.step_due
+                    step_ended, of_step = self.step_due, self._batches_of_step
+                    if self._shards is not None:
+                        self._shards.body_began(position.step + 1, self._batches_done, of_step)
+                        self._ledger.gradients_taken()
                     self._ledger.body_began(
-                        batch, position.step + 1, self.epoch, batches=self._batches_of_step,
+                        batch, position.step + 1, self.epoch, batches=of_step,
                         is_first=self._batches_done == 0, may_step=step_ended,
                     )  # fmt: skip
                     with nullcontext() if step_ended else self._gathering():
@@ -513,18 +536,21 @@ class Loop:
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None
                     self._ledger.body_ended()
-                    position.batches_done += 1
-                    position.samples_in_part += batch.global_samples
+                    if self._shards is not None:
+                        self._shards.body_ended()
+                    samples = batch.global_samples if self._batches_done < of_step else 0  # once, and not in each part
+                    position.samples_in_part += samples
                     self._batches_done += 1
                     if not step_ended:
                         self._clock.other_ended()
-                        self._progress.step(batch.global_samples, position.newest)
+                        self._progress.step(samples, position.newest)
                         continue
                     self._batches_done = 0
+                    position.batches_done += of_step
                     position.step += 1
                     keeps = self._checkpointer.step_ended(position.step)
                     status.update(steps=position.step)
-                    self._after_step(batch, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)
+                    self._after_step(samples, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)
                     # In its last step a run finishes instead: there would be nothing left to resume.
                     if self._suspending and not self.finished:
                         self._leave_suspended()
@@ -535,6 +561,8 @@ class Loop:
         finally:
             clock.stop()
             self._ledger.end()
+            if self._shards is not None:
+                self._shards.end()
             self._modes.end(is_finished=has_ended)
             self._checkpointer.snapshots.end()
             note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
@@ -574,7 +602,7 @@ class Loop:
             seed = self._spec.seed if self._number == 1 else rng.derive_seed(self._spec.seed, "loop", self._number)
             rng.seed_everything(seed, rank=self._session.rank)
 
-    def _after_step(self, batch: Batch, *, row_ended: bool, epoch_ended: bool, keeps: bool) -> None:
+    def _after_step(self, samples: int, *, row_ended: bool, epoch_ended: bool, keeps: bool) -> None:
         """Do what is due between two steps, in this order: losses, the row, the checkpoint."""
         position = self._position
         self._clock.other_ended()
@@ -589,7 +617,7 @@ class Loop:
             if self._suspending and not self._save_wanted:
                 self._save_wanted = True
                 self._exchange(epoch_ended, wants_to_leave)  # compares the ranks before the checkpoint
-        self._progress.step(batch.global_samples, position.newest)
+        self._progress.step(samples, position.newest)
         if row_ended:
             self._end_row(epoch_ended)
         if epoch_ended:

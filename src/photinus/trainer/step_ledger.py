@@ -26,10 +26,11 @@ from ..optimizer_steps import StepWatcher, unwatch_steps, watch_steps
 from ..parallel.zero.split_states import is_split, own_part
 from .averages import Average
 from .data.loader import Batch, running_weight
-from .record.run_numbers import RunNumbers
+from .logical_shards import ShardMeans
 from .record.step_clock import StepClock
+from .record.step_losses import ShardLosses, StepLosses
 from .session.replicas import Replicas
-from .session.session import Session, require_session
+from .session.session import require_session
 from .weighted_means import WeightedMeans, zero_gradients
 
 
@@ -63,27 +64,27 @@ class StepLedger(StepWatcher):
     """Runs the backwards of a loop, and knows for each optimizer which of them it has used.
 
     Args:
-        models, optimizers: that the loop trains; the optimizers' steps are looked at while a body runs.
-        numbers: takes the losses.
+        optimizers: that the loop trains; their steps are looked at while a body runs.
+        losses: takes those of backwards.
         clock: takes the times of backwards.
         replicas: takes what is noted of each step.
+        means: knows the factors of losses.
         averages: take the weights after each step in a body; after the body, if only an optimizer inside of another was
             seen to step (Lookahead moves the weights after that).
     """
 
     def __init__(
         self,
-        session: Session,
-        models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         averages: Sequence[Average],
-        numbers: RunNumbers,
+        losses: StepLosses | ShardLosses,
         clock: StepClock,
         replicas: Replicas,
+        means: WeightedMeans | ShardMeans,
     ) -> None:
         self._optimizers, self._averages = optimizers, averages
-        self._numbers, self._clock, self._replicas = numbers, clock, replicas
-        self._means = WeightedMeans(session, models, partial(parameters_with_gradients, models, optimizers))
+        self._losses, self._clock, self._replicas = losses, clock, replicas
+        self._means = means
         self._stepped_inside: set[int] = set()  # in the running body
         self._has_begun = False
         self._hooks: list[Any] = []
@@ -138,7 +139,7 @@ class StepLedger(StepWatcher):
             is_first: the batch is the step's first one.
             may_step: the batch is the step's last one, in whose body the optimizers step.
         """
-        self._numbers.begin_batch(step, epoch, batch)
+        self._losses.begin_batch(step, epoch, batch, batches)
         self._means.body_began(batches=batches, is_first=is_first, is_last=may_step)
         self._batch, self._batches = batch, batches
         self._body += 1
@@ -161,11 +162,11 @@ class StepLedger(StepWatcher):
         for average in self._averages:
             average.catch_up()
         if is_left:
-            self._numbers.drop_last()
+            self._losses.drop_last()
             return
         self._means.body_ended()
         if self._may_step:
-            self._numbers.end_step()
+            self._losses.end_step()
 
     @property
     def weight(self) -> float:
@@ -173,11 +174,16 @@ class StepLedger(StepWatcher):
         assert self._batch is not None
         return self._batch.weight / self._batches
 
+    def gradients_taken(self) -> None:
+        """Forget the gradients of earlier bodies, which the loop has taken from the parameters."""
+        self._gradients.clear()
+        self._cleared.clear()
+
     def record(self, loss: Tensor, share: float) -> None:
         """See `Loop.record`."""
         check_loss(loss)
         if self._count():
-            self._numbers.add(loss, share)
+            self._losses.add(loss, share)
 
     def backward(self, loss: Tensor, weight: Any, share: float, scaler: Any) -> None:
         """See `Loop.backward`."""
@@ -191,7 +197,7 @@ class StepLedger(StepWatcher):
             self.record(loss, share)
             factor = self.weight * share
         elif self._count():  # by samples, as the log adds up
-            self._numbers.add(loss.detach() * (own / batch.weight) if own else torch.zeros_like(loss), counted_share)
+            self._losses.add(loss.detach() * (own / batch.weight) if own else torch.zeros_like(loss), counted_share)
         # Without a factor the bits are those of a script for one process.
         weighted = loss if factor == 1.0 else loss * factor
         weighted = weighted if scaler is None else scaler.scale(weighted)
@@ -206,6 +212,11 @@ class StepLedger(StepWatcher):
 
     def _count(self) -> bool:
         """Count a backward. Return whether its loss is logged: of a closure's evaluations, only the first one's is."""
+        if self._means.steps_last and any(self._used):
+            raise PhotinusError(
+                f"a backward after an optimizer's step, in step {self._step}: with logical_shards, the step's earlier "
+                f"shards had the weights from before. Run all backwards of a body first, then step all optimizers"
+            )
         self._made += 1
         for place, gradients in [*self._gradients.items()]:
             if gradients.is_used:
@@ -284,11 +295,17 @@ class StepLedger(StepWatcher):
             )
         if self._batch is not None:
             self._refuse_cleared(place)
+            self._means.before_step()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:  # a closure has its backward inside the step
             if self._batch is not None:
                 self._refuse_older(place)
             self._check(place, optimizer)
+        elif self._batch is not None and self._means.steps_last:
+            raise PhotinusError(
+                f"{type(optimizer).__name__}.step(closure) computes losses inside of the step, which logical_shards "
+                f"cannot cut into shards: use an optimizer without closure"
+            )
         if self._batch is not None and place in self._versions:
             changed = [each for each, version in self._versions[place] if each._version != version]
             between = {

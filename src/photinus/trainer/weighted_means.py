@@ -55,7 +55,12 @@ class WeightedMeans:
     Args:
         models: that the loop trains.
         parameters: a function that returns all parameters of the loop that have gradients.
+
+    Attributes:
+        steps_last: whether no backward may follow an optimizer's step in a step of the loop.
     """
+
+    steps_last = False
 
     def __init__(self, session: Session, models: Sequence[nn.Module], parameters: Callable[[], Iterable[Any]]) -> None:
         self._session, self._models, self._parameters = session, models, parameters
@@ -96,7 +101,7 @@ class WeightedMeans:
             return 1.0, 1.0, lambda: share
         if self._batches > 1 and self._shares >= _WHOLE:
             raise ValueError("loop.backward: a second weighted loss of a batch, with accumulate; add the two up before")
-        weight = _number(weight)
+        weight = number_of(weight)
         total = weight
         if self._session.world_size > 1:
             sums = torch.tensor([weight], dtype=torch.float64, device=self._session.exchange_device)
@@ -133,6 +138,9 @@ class WeightedMeans:
         if self._batches == 1:
             self._mean, self._shares = None, 0.0
 
+    def before_step(self) -> None:
+        """An optimizer steps next, in a body."""
+
     def body_ended(self) -> None:
         """The batch is done. Raises PhotinusError if its losses were parts of a mean that is not whole."""
         if 0.0 < self._shares < _WHOLE:
@@ -153,7 +161,7 @@ def values_of(gradient: Tensor) -> Tensor:
     return part._values() if part.is_sparse else part
 
 
-def _number(weight: Any) -> float:
+def number_of(weight: Any) -> float:
     """A weight as a float. Of a GPU's tensor this waits."""
     try:
         number = float(weight.detach() if isinstance(weight, Tensor) else weight)

@@ -33,6 +33,7 @@ from ..reducer.buckets import default_cap_bytes
 from ..reducer.checks import StepDigests
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer
+from ..reducer.shard_sums import ShardSums
 from ..tracing import spans
 from .buffer_sync import BufferSync
 from .checks import (
@@ -174,6 +175,8 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self._comm_hook: tuple[object, CommHook, str] | None = None
         self._optimizers_taken_over = False
         self._acts: StepDigests | None = None
+        self._logical_shards = 0
+        self.shard_sums: ShardSums | None = None
         if check_reduction:
             warnings.warn(
                 "`check_reduction` has no effect, here and in torch; leave it out", FutureWarning, stacklevel=2
@@ -263,6 +266,9 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             with_gradients=self._buffers_in_sync.start,
         )
         self.reducer.compare_acts(self._acts)
+        if self._logical_shards:
+            self.shard_sums = ShardSums(self.reducer.average, self._logical_shards)
+            self.reducer.use_exchange(self.shard_sums)
         if self._low_precision is not None and self._low_precision.reduce_dtype is not None and self.reducer.active:
             self.reducer.use_exchange(
                 AverageExchange(self.reducer.average, self.wire_dtype, self._low_precision.reduce_dtype)
@@ -429,6 +435,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             *([self._comm_hook[2]] if self._comm_hook is not None else []),
             *(["mixed_precision"] if self._low_precision is not None else []),
             *(["wire_dtype"] if self.wire_dtype is not None else []),
+            *(["logical_shards"] if self._logical_shards else []),
         ]
         if options:
             raise PhotinusError(
@@ -450,6 +457,15 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         """Compares from now on what each rank does around its optimizer steps; for strategies that split these."""
         self._acts = acts
         self.reducer.compare_acts(acts)
+
+    def add_in_shards(self, shards: int) -> None:
+        """Adds gradients from now on as those of so many logical shards (see `ShardSums`); a Loop makes the shards.
+
+        Buffers are left alone: whoever makes the shards keeps them equal.
+        """
+        self._logical_shards, self.forward_sync_buffers = shards, False
+        self.shard_sums = ShardSums(self.reducer.average, shards)
+        self.reducer.use_exchange(self.shard_sums)
 
     # ---- being a module
 
@@ -490,7 +506,8 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         state = self.__dict__.copy()
         for key in ("process_group", "reducer", "_ending", "_held_parameters", "_outer", "_buffers_in_sync", "_frozen"):
             del state[key]
-        state["_comm_hook"] = state["_acts"] = None  # its state belongs to this process, as with torch's class
+        # Their states belong to this process, as with torch's class.
+        state["_comm_hook"] = state["_acts"] = state["shard_sums"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

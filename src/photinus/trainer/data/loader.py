@@ -46,7 +46,7 @@ from .arguments import (
     whole_number,
 )
 from .same_data import compare_samples
-from .sampler import GlobalBatches, LocalBatch, ShardedOnce
+from .sampler import GlobalBatches, LocalBatch, ShardBatches, ShardedOnce
 from .stream import Piece, ShardReader, State, StreamShares, agreeing, is_stream
 from .workers import BatchRequest, Fetch, explaining, make_data_loader, start_workers
 
@@ -281,6 +281,17 @@ class Loader:
         self._weight, self._weight_used = 1.0, True  # of the batch that a plain pass handed out last
         # Of a stream: the states of the shards by epoch and number of batches done, of the last two places.
         self._places: dict[tuple[int, int], Mapping[int, State]] = {}
+
+    def cut_into_shards(self, own: range, shards: int, accumulate: int) -> None:
+        """Give out, of each global batch, this rank's logical shards one by one; see `ShardBatches`.
+
+        Raises:
+            ValueError: a batch has too few samples, or the data has no length.
+        """
+        if not isinstance(self.shares, GlobalBatches):
+            kind = type(self.dataset).__name__
+            raise ValueError(f"logical_shards={shards} needs training data with a length, but {kind} is a stream")
+        self.shares = ShardBatches(self.shares, own, shards, accumulate)
 
     def __len__(self) -> int:
         """Return the number of batches of one epoch on this rank; for training it is the same on every rank."""

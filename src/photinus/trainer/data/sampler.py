@@ -103,15 +103,19 @@ class GlobalBatches:
 
     def batch(self, epoch: int, index: int) -> LocalBatch:
         """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...)."""
+        return self.part(epoch, index, self.rank, self.world_size)
+
+    def part(self, epoch: int, index: int, place: int, places: int) -> LocalBatch:
+        """One of `places` parts of a global batch."""
         # Contiguous parts, in the order of ranks: together they are the batch that one process would have.
         begin = index * self.batch_size
         size = min(self.batch_size, self.samples - begin)
-        first, end = part_of(size, self.rank, self.world_size)
+        first, end = part_of(size, place, places)
         if self.shuffle:
             indices: list[int] = self._order(epoch)[begin + first : begin + end].tolist()
         else:
             indices = list(range(begin + first, begin + end))
-        return LocalBatch(indices, len(indices) * self.world_size / size, size)
+        return LocalBatch(indices, len(indices) * places / size, size)
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self._known is None or self._known[0] != epoch:
@@ -120,6 +124,42 @@ class GlobalBatches:
             order = torch.randperm(self.samples, generator=generator, dtype=torch.int64, device="cpu")
             self._known = (epoch, order)
         return self._known[1]
+
+
+class ShardBatches(GlobalBatches):
+    """The batches of a rank's logical shards: of each step those of its first shard, then those of its next one.
+
+    Args:
+        batches: the global ones.
+        own: this rank's shards, of `shards` into which each global batch is cut.
+        accumulate: global batches of a step; the last step of an epoch may have fewer.
+
+    Raises:
+        ValueError: a batch has fewer samples than shards.
+    """
+
+    def __init__(self, batches: GlobalBatches, own: range, shards: int, accumulate: int) -> None:
+        vars(self).update(vars(batches))  # checked, and with the order that it has drawn
+        self._own, self._shards, self._accumulate = own, shards, accumulate
+        has_rest = self._rest and not self.drop_last
+        for what, size in (("a batch", self.batch_size), ("an epoch's last batch", self._rest))[: 1 + bool(has_rest)]:
+            if size < shards:
+                raise ValueError(
+                    f"{what} has {size} samples (of {self.samples}, batch_size={self.batch_size}), and each of "
+                    f"logical_shards={shards} needs one: use a larger batch_size, fewer shards, or drop_last=True"
+                )
+
+    def __len__(self) -> int:
+        """Batches of this rank per epoch, over all its shards."""
+        return super().__len__() * len(self._own)
+
+    def batch(self, epoch: int, index: int) -> LocalBatch:
+        """The rank's batch `index` of an epoch."""
+        step, place = divmod(index, len(self._own) * self._accumulate)
+        first = step * self._accumulate
+        of_step = min(self._accumulate, super().__len__() - first)
+        shard, micro = divmod(place, of_step)
+        return self.part(epoch, first + micro, self._own[shard], self._shards)
 
 
 class ShardedOnce:

@@ -15,23 +15,21 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...parallel.exchange.agreement import together
 from ...parallel.exchange.collectives import gather_numbers, resolve_group
-from ...runlog.tables import MEMORY, PHASES, StepLoss, Window
+from ...runlog.tables import MEMORY, PHASES, Window
 from ..checkpoint.position import Position
-from ..data.loader import Batch
 from ..session.replicas import Replicas
 from ..session.session import Session
 from .run_folder import RunFolder
 from .step_clock import StepClock
+from .step_losses import ShardLosses, StepLosses
 
 _PHASES, _MEMORY = len(PHASES), len(MEMORY)
 _LINK = 3  # the peer of the slowest link, plus one; its seconds; those of the median one
@@ -42,76 +40,25 @@ _WRITTEN_AT_FIRST = 2000  # windows; from then on they get longer, so that a run
 _RANKS_WRITTEN_AT_ONCE = 32
 
 
-@dataclass
-class _Step:
-    number: int
-    epoch: int
-    batches: list[Batch] = field(default_factory=list)
-    # Losses, each with the number of batches that had come, and its share.
-    parts: list[tuple[Tensor, int, float | Callable[[], float]]] = field(default_factory=list)
-    loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
-
-    @property
-    def samples(self) -> float:
-        """Return this rank's samples in a batch of the step's mean size."""
-        if len(self.batches) == 1:
-            return self.batches[0].samples
-        return sum(map(self.samples_of, self.batches)) / len(self.batches)
-
-    def samples_of(self, batch: Batch) -> float:
-        """Return the samples that this rank would have of a batch, if the batch had the step's mean size."""
-        return batch.samples * (self.global_samples / (batch.global_samples * len(self.batches)))
-
-    @property
-    def global_samples(self) -> int:
-        """Return the samples of all ranks and all batches of the step."""
-        return sum(batch.global_samples for batch in self.batches)
-
-
 class RunNumbers:
-    """The numbers of a loop since the ranks last exchanged them; whether they still train the same rides along."""
+    """The numbers of a loop since the ranks last exchanged them; whether they still train the same rides along.
 
-    def __init__(self, session: Session, clock: StepClock, replicas: Replicas) -> None:
+    Attributes:
+        losses: of this rank, in the order of steps.
+    """
+
+    def __init__(
+        self, session: Session, clock: StepClock, replicas: Replicas, losses: StepLosses | ShardLosses
+    ) -> None:
         self._session = session
         self._times = RankTimes(session, clock)
         self._replicas = replicas
-        self._steps: list[_Step] = []
+        self.losses = losses
 
     @property
     def due(self) -> bool:
         """Return whether it is time to exchange; equal on all ranks."""
-        return len(self._steps) >= self._times.steps_to_next
-
-    def begin_batch(self, step: int, epoch: int, batch: Batch) -> None:
-        """Take the batch of a body that begins, and the step that it belongs to."""
-        if not self._steps or self._steps[-1].number != step:
-            self._steps.append(_Step(step, epoch))
-        self._steps[-1].batches.append(batch)
-
-    def add(self, loss: Tensor, share: float | Callable[[], float]) -> None:
-        """Take a loss of the running step. It is a scalar, the mean over this rank's samples."""
-        step, value = self._steps[-1], loss.detach().to(torch.float32, copy=True).reshape(())
-        step.parts.append((value, len(step.batches), share))
-
-    def end_step(self) -> None:
-        """Add up the losses of a step whose last body is over, by their shares, as its gradients add up."""
-        step = self._steps[-1]
-        parts, step.parts = step.parts, []
-        for loss, place, share in parts:
-            # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
-            batch, part = step.batches[place - 1], share() if callable(share) else share
-            if batch.samples and part:  # else it is a mean of nothing, which is nan
-                factor = part / len(step.batches) * step.samples_of(batch) / step.samples
-                loss = loss if factor == 1.0 else loss * factor
-                step.loss = loss if step.loss is None else step.loss + loss
-
-    def drop_last(self) -> None:
-        """Forget the batch of a body that was left before its end."""
-        step = self._steps[-1]
-        step.batches.pop()
-        step.parts = [part for part in step.parts if part[1] <= len(step.batches)]
-        if not step.batches:
-            self._steps.pop()
+        return self.losses.steps >= self._times.steps_to_next
 
     def exchange(
         self, position: Position, folder: RunFolder, wishes: Sequence[bool], *, epoch: int, saves: bool
@@ -131,10 +78,10 @@ class RunNumbers:
             OSError: rank 0 could not write; every rank raises.
             ValueError, ModelMismatchError: the ranks no longer train the same; see Replicas.
         """
-        steps, samples = len(self._steps), sum(each.global_samples for each in self._steps)
+        steps, samples = self.losses.steps, self.losses.samples
         file_error = folder.error
         flags = [float(file_error is not None), *map(float, wishes)]
-        parts = [self._local_losses(), flags, self._times.local_row(), self._replicas.local_row(saves=saves)]
+        parts = [self.losses.local_row(), flags, self._times.local_row(), self._replicas.local_row(saves=saves)]
         own = [number for part in parts for number in part]
         rows = [own]
         if self._session.world_size > 1:
@@ -143,7 +90,7 @@ class RunNumbers:
         loss_rows, flag_rows, time_rows, replica_rows = (
             [row[end - len(part) : end] for row in rows] for part, end in zip(parts, ends, strict=True)
         )
-        losses = self._take_losses(loss_rows)
+        losses = self.losses.take(loss_rows)
         file_errors, *wished = map(any, zip(*flag_rows, strict=True))
         seconds = self._times.add(time_rows, steps=steps, samples=samples)
         self._replicas.compare(replica_rows, step=position.step, seconds=seconds)
@@ -161,29 +108,6 @@ class RunNumbers:
             folder.append_losses(losses, position.start)
         self.write_times(position, folder, epoch=epoch)
         return wished
-
-    def _local_losses(self) -> list[float]:
-        """Two numbers for each of the collected steps: the sum of this rank's losses, and its samples."""
-        # Stacked where they are, then one copy to the host.
-        given = [step.loss for step in self._steps if step.loss is not None]
-        means = iter(torch.stack(given).tolist() if given else [])
-        numbers: list[float] = []
-        for step in self._steps:
-            mean, samples = 0.0 if step.loss is None else next(means), step.samples
-            # Of no samples the mean is nan, and must count as nothing.
-            numbers += [mean * samples if samples else 0.0, 0 if step.loss is None else samples]
-        return numbers
-
-    def _take_losses(self, rows: Sequence[Sequence[float]]) -> list[StepLoss]:
-        """The losses of the collected steps over all ranks, but for steps for which no rank gave one."""
-        totals = [sum(column) for column in zip(*rows, strict=True)]
-        losses = [
-            StepLoss(step.number, step.epoch, total / count, step.global_samples)
-            for step, total, count in zip(self._steps, totals[::2], totals[1::2], strict=True)
-            if count
-        ]
-        self._steps = []
-        return losses
 
     def write_times(self, position: Position, folder: RunFolder, *, epoch: int, at_once: bool = False) -> None:
         """Writes the uses of the last steps' time, if it is time to, or `at_once`, because the run ends."""

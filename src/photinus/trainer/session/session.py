@@ -34,7 +34,7 @@ from ...parallel.exchange.agreement import gather_per_rank
 from ...parallel.exchange.verify_models import refuse_shared_gpus
 from ..checkpoint.statefile import finish_writing
 from ..data import rng
-from ..data.arguments import explains_unknown
+from ..data.arguments import explains_unknown, whole_number
 from . import preemption
 from .placement import Gpu, agree_on_backend, choose_backend, choose_device, gather_gpus, missing_on_gpus
 from .progress import say
@@ -56,6 +56,8 @@ class Session:
         launcher: name of the launcher; "none" for a plain `python script.py`.
         seed: seed of the random generators, or None.
         suspends: whether loops with `out` save and exit on SIGTERM and SIGUSR1.
+        logical_shards: into how many shards loops cut each batch for the same bits on any number of ranks; 0: they cut
+            it into the ranks' parts.
         aside_s: seconds of work beside training (validation), not counted in the throughput.
         loops: number of loops created so far.
     """
@@ -70,10 +72,12 @@ class Session:
     launcher: str
     seed: int | None
     suspends: bool
+    logical_shards: int
     _owned: bool
     aside_s: float = 0.0
     loops: int = 0
     switching: list[Any] = field(default_factory=list)  # optimizers with train() and eval(), of loops whose bodies run
+    before_evaluation: list[Callable[[], None]] = field(default_factory=list)  # of loops whose bodies run
     _open: bool = True
     _outer: Session | None = None
     _at_end: list[Callable[[BaseException | None], None]] = field(default_factory=list)
@@ -153,6 +157,7 @@ def init(
     seed: int | None = None,
     timeout_s: float | None = None,
     suspend: bool = True,
+    logical_shards: int | None = None,
 ) -> Session:
     """Join the ranks of the job and return this process's session, a context manager.
 
@@ -170,6 +175,10 @@ def init(
         suspend: let a Loop or Trainer with `out` handle SIGTERM and SIGUSR1: after such a signal to any rank, all
             ranks finish the same step, save, and exit (`photinus.Suspended`), to be resumed later. False leaves both
             signals alone. `photinus.suspend_requested` handles them in any case. Default: True.
+        logical_shards: cut each batch of a Loop or Trainer into V shards, computed one by one, so that a run has the
+            same bits on 1 to V ranks, and may go on with another number. See docs/how-to/exact.md. While the session
+            is open, torch uses deterministic algorithms, and one thread on each rank (call torch.set_num_threads after
+            `init` for more, with the same number for every run to compare). Default: each rank computes one part.
 
     Raises:
         DeviceError: there is no CUDA device but one was asked for; this host has more ranks than devices; or ranks
@@ -177,12 +186,15 @@ def init(
         WorldSizeError: the ranks that joined are not the launcher's world; or this process would train alone beside
             others.
         NotInitializedError: the launcher's variables name no rendezvous address, or the ranks could not join there.
-        ValueError: the backend or device is unknown, or timeout_s is not above 0.
+        ValueError: the backend or device is unknown, timeout_s is not above 0, or there are more ranks than
+            logical_shards.
     """
     global _current
     tracebacks.install()
     _make_forks_safe()
     place = World.from_env()
+    shards = 0 if logical_shards is None else whole_number("logical_shards", logical_shards, least=1)
+    _check_shards(shards, dist.get_world_size() if dist.is_initialized() else place.world_size)
     chosen_device, device_reason = choose_device(device, place)
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s}: needs a number of seconds above 0")
@@ -214,13 +226,15 @@ def init(
         hosts = tuple(member["host"] for member in members)
         session = Session(
             place.rank, place.world_size, place.local_rank, place.local_world_size, chosen_device, chosen_backend,
-            hosts, place.launcher, seed, suspends=suspend, _owned=owned,
+            hosts, place.launcher, seed, suspends=suspend, logical_shards=shards, _owned=owned,
         )  # fmt: skip
     except BaseException:
         if owned:
             dist.destroy_process_group()
         raise
     rng.begin_session(seed)
+    if shards:
+        session.at_end(_compute_exactly())
     session._outer, _current = _current, session
     if session.is_main:
         ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
@@ -347,6 +361,32 @@ def _tell_peers(error: BaseException) -> None:
         return
     lines = str(error).splitlines()
     fail(f"raised {type(error).__name__}" + (f": {lines[0]}" if lines else ""))
+
+
+def _check_shards(shards: int, world_size: int) -> None:
+    if shards and world_size > shards:
+        raise ValueError(
+            f"logical_shards={shards}, but there are {world_size} ranks, and each needs a shard of every batch: start "
+            f"at most {shards}, or set logical_shards={world_size} for a new run"
+        )
+
+
+def _compute_exactly() -> Callable[[object], None]:
+    """Lets torch compute the same bits each time; returns what sets it back."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses; read when it is first used
+    torch.set_num_threads(1)  # sums are cut into as many parts, and a launcher gives fewer ranks more threads
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # costs a pass over all that is allocated
+
+    def set_back(_: object) -> None:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        memory.fill_uninitialized_memory = fill
+
+    return set_back
 
 
 def _share_cores(place: World) -> None:

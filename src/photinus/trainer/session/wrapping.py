@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
 
-from ...parallel import strategy_of, wrap_model
+from ...parallel import DistributedDataParallel, SyncBatchNorm, strategy_of, wrap_model
 from ...parallel.exchange.agreement import check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ..checkpoint.states import unwrap
@@ -18,6 +18,15 @@ from .session import require_session
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
+_FIT_FOR_SHARDS = (
+    "batched_grad_copy",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "check_ranks",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "init_sync",
+)
 WRAPPED = "_photinus_wrapped"  # attribute of a wrapped model: the strategy's name and sync_batch_norm, as given
 
 
@@ -100,17 +109,39 @@ def wrap(
         check_optimizer(model, each)
     session = require_session("photinus.wrap")
     group = resolve_group(options.get("process_group"), options.get("device_mesh"))
+    if session.logical_shards:
+        _check_fits_shards(model, strategy, options)
     given = {"strategy": strategy, "sync_batch_norm": sync_batch_norm, **{n: plain(v) for n, v in options.items()}}
     alike = {**given, **describe_replicas([model], optimizers), **describe_states(optimizers)}
     check_alike(alike, "the ranks were given different things to wrap", group)
     wrapped = wrap_model(
-        model, optimizers, strategy=strategy, sync_batch_norm=sync_batch_norm, device=session.device, **options
-    )
+        model, optimizers, strategy=strategy, sync_batch_norm=sync_batch_norm and not session.logical_shards,
+        device=session.device, **options,
+    )  # fmt: skip
+    if session.logical_shards:
+        cast(DistributedDataParallel, wrapped).add_in_shards(session.logical_shards)
     for each in optimizers:
         assert not _foreign_parameters(wrapped, each), f"strategy {strategy!r} lost parameters of an optimizer"
         _move_state(each)
     vars(wrapped)[WRAPPED] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
     return (wrapped, *optimizers) if optimizers else wrapped
+
+
+def _check_fits_shards(model: nn.Module, strategy: str, options: Mapping[str, Any]) -> None:
+    """Refuses what depends on the number of ranks, with logical_shards.
+
+    Raises:
+        ValueError: names it.
+    """
+    if strategy not in ("ddp", "zero1"):
+        raise ValueError(f"strategy={strategy!r} adds gradients by ranks: with logical_shards, use 'ddp' or 'zero1'")
+    unfit = sorted(set(options) - {*_FIT_FOR_SHARDS})
+    if unfit:
+        raise ValueError(f"{', '.join(unfit)}: no option for logical_shards; there are {', '.join(_FIT_FOR_SHARDS)}")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)) or getattr(module, "sparse", False):
+            kind, use = type(module).__name__, "sparse=False" if hasattr(module, "sparse") else "nn.BatchNorm"
+            raise ValueError(f"{name} ({kind}) exchanges by ranks, which logical_shards excludes: use {use}")
 
 
 def exchanges_gradients(model: nn.Module) -> bool:
