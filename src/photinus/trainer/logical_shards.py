@@ -10,6 +10,7 @@ means (here) and losses (`record.run_numbers`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,9 +22,12 @@ from ..parallel import DistributedDataParallel, unwrap_compiled
 from ..parallel.exchange.shard_tree import own_shards
 from ..parallel.reducer.shard_sums import ShardSums
 from .data import rng
+from .session.progress import say
 from .session.session import Session
 from .shard_statistics import ShardStatistics
 from .weighted_means import number_of
+
+_FEW_SAMPLES = 8
 
 
 class ShardSteps:
@@ -32,6 +36,7 @@ class ShardSteps:
     Args:
         models: that the loop trains.
         seed: of the run, and of the loop in its session.
+        batch_size: samples of a global batch.
 
     Attributes:
         shards: into how many each batch is cut.
@@ -41,7 +46,7 @@ class ShardSteps:
         ValueError: a model was not wrapped for shards.
     """
 
-    def __init__(self, session: Session, models: Sequence[nn.Module], seed: int) -> None:
+    def __init__(self, session: Session, models: Sequence[nn.Module], seed: int, batch_size: int) -> None:
         self.shards = session.logical_shards
         self.own = own_shards(session.rank, session.world_size, self.shards)
         self._session, self._seed = session, seed
@@ -54,6 +59,15 @@ class ShardSteps:
                 )
             self._wrapped.append(model)
         self._statistics = ShardStatistics(session, self._wrapped, self.shards)
+        if session.is_main and self._statistics.norms:
+            samples = batch_size // self.shards
+            say(f"note: batch norms take the statistics of each of a batch's {self.shards} shards, not of the batch")
+            if samples < _FEW_SAMPLES:
+                warnings.warn(
+                    f"batch norms take the statistics of {samples} samples (batch_size={batch_size}, "
+                    f"logical_shards={self.shards}), which are few: use fewer shards, a larger batch, or GroupNorm",
+                    stacklevel=4,
+                )
         self._batches = 1  # of the running step
         self._body = 0  # in the running step
 

@@ -183,9 +183,9 @@ class Loop:
             if session.logical_shards:
                 seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, self._number)
                 wrapped = [each for each in models[1:] if exchanges_gradients(each)]
-                self._shards = ShardSteps(session, [model, *wrapped], seed)
+                self._shards = ShardSteps(session, [model, *wrapped], seed, self._loader.batch_size)
                 self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
-                training |= {"logical_shards": session.logical_shards, "threads": torch.get_num_threads()}
+                training |= {"logical_shards": session.logical_shards}
             batches, shares = self._loader, self._loader.shares
             order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
             every = None if validate_every_steps is None else int(validate_every_steps)  # numpy's are not JSON's

@@ -30,13 +30,16 @@ class ShardStatistics:
     Args:
         wrapped: the models.
         shards: of the job.
+
+    Attributes:
+        norms: the batch norms, with their names.
     """
 
     def __init__(self, session: Session, wrapped: Sequence[DistributedDataParallel], shards: int) -> None:
         self._session, self._shards = session, shards
         named = [(name, each) for model in wrapped for name, each in model.module.named_modules()]
-        self._norms = [(n, each) for n, each in named if isinstance(each, _NormBase) and each.running_mean is not None]
-        known = {id(getattr(each, name)) for _, each in self._norms for name in _RUNNING}
+        self.norms = [(n, each) for n, each in named if isinstance(each, _NormBase) and each.running_mean is not None]
+        known = {id(getattr(each, name)) for _, each in self.norms for name in _RUNNING}
         buffers = [(n, b) for model in wrapped for n, b in model.module.named_buffers() if id(b) not in known]
         self._others = list({id(b): (n, b) for n, b in buffers}.values())
         self._before: list[tuple[int, torch.Tensor]] = []  # version and value of each of the others
@@ -49,7 +52,7 @@ class ShardStatistics:
     def begin(self) -> None:
         """Look at forwards from now on."""
         self._session.before_evaluation.append(self.exchange)
-        for place, (_, norm) in enumerate(self._norms):
+        for place, (_, norm) in enumerate(self.norms):
             self._hooks.append(norm.register_forward_pre_hook(lambda norm, _, place=place: self._lend(place, norm)))
             self._hooks.append(
                 norm.register_forward_hook(lambda norm, *_, place=place: self._take(place, norm), always_call=True)
@@ -102,17 +105,18 @@ class ShardStatistics:
     def exchange(self) -> None:
         """Bring the statistics of all shards into the running ones, once in each step, when its forwards are done.
 
-        All ranks call it together, in the step's last body: before an optimizer's step or an evaluation, and at the end.
+        All ranks call it together, in the step's last body: before an optimizer's step, before an evaluation, and at
+        the end.
 
         Raises:
             PhotinusError: batch norms did not run alike in all shards.
         """
-        if self._is_exchanged or not self._norms:
+        if self._is_exchanged or not self.norms:
             return
         self._is_exchanged = True
         for shard in self._of_all(self._taken):
             for place, statistics in shard:
-                norm: Any = self._norms[place][1]
+                norm: Any = self.norms[place][1]
                 if norm.num_batches_tracked is not None:
                     norm.num_batches_tracked.add_(1)
                 # Without a momentum, the first statistic of a buffer is taken whole.

@@ -44,6 +44,7 @@ from .checkpoint.states import (
 from .data import rng
 from .data.loader import Loader
 from .optimizer_modes import is_training, switching
+from .record.config import describe_arithmetic
 from .record.settings import Settings
 from .record.spec import RunSpec
 from .session.progress import say
@@ -163,6 +164,8 @@ class LoopState:
         run: dict[str, Any] = {**self._spec.to_dict(), "given": self._settings.given, "frozen": _frozen(self._model)}
         run["now"] = {"parameters": self._settings.parameters()}
         run["training"] = [*map(is_training, self._switching)]
+        if self._session.logical_shards:
+            run["arithmetic"] = describe_arithmetic(self._session.device)
         facts = {**streams, "position": position.to_dict(time.perf_counter() - self._session.aside_s), "run": run}
         return facts if numbers is None else {**facts, "rng": [*numbers]}
 
@@ -186,6 +189,7 @@ class LoopState:
                 raise CheckpointError(f"{path} is not a checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             before, given = content["run"], {**content["run"]["given"], **content["run"].get("now", {})}
+            notes = self._arithmetic(before, path)
             samples_done = position.batches_done * before["batch_size"]
             changed = self._spec.changes_since(before, samples_done, batches_per_epoch)
             position.batches_done = samples_done // self._spec.batch_size
@@ -208,7 +212,7 @@ class LoopState:
                 if isinstance(getattr(optimizer, "train_mode", None), bool):  # else the state has it
                     optimizer.train_mode = mode
             text = f"what the script changed replaces what the checkpoint holds: {', '.join(changed)}"
-            notes = [text] if changed else []
+            notes += [text] if changed else []
             if differing := sorted({*before["frozen"]} ^ {*_frozen(self._model)}):
                 which = ", ".join(differing[:4]) + ", ..." * (len(differing) > 4)
                 notes.append(
@@ -227,6 +231,34 @@ class LoopState:
                 say(f"note: {note}")
         return position, random_numbers
 
+    def _arithmetic(self, before: Mapping[str, Any], path: Path) -> list[str]:
+        """With logical shards: compute as the run did, and return what cannot be the same.
+
+        Raises:
+            CheckpointError: the run has another number of logical shards.
+        """
+        shards, saved = self._session.logical_shards, before.get("logical_shards", 0)
+        if shards != saved:
+            of = f"logical_shards={saved}" if saved else "no logical_shards"
+            raise CheckpointError(
+                f"{path} is of a run with {of}, and this one has {f'logical_shards={shards}' if shards else 'none'}: "
+                f"its steps would be others. Set photinus.init(logical_shards={saved or None}), or begin another run "
+                f"with its weights: photinus.load({str(path)!r}, model=model)"
+            )
+        if not shards:
+            return []
+        torch.set_num_threads(before["arithmetic"]["threads"])
+        now, then = describe_arithmetic(self._session.device), before["arithmetic"]
+        changed = [
+            f"{name} {now[name] or 'none'} (was {then[name] or 'none'})" for name in now if now[name] != then[name]
+        ]
+        if not changed:
+            return []
+        return [
+            f"other hardware or software may round in another way, so that bits may differ from here on from those of "
+            f"a run without interruption: {', '.join(changed)}"
+        ]
+
     def _put_back(self, content: Mapping[str, Any], path: Path, states: Mapping[str, Any]) -> None:
         """Gives the objects their states. Raises CheckpointError where they do not fit."""
         try:
@@ -241,6 +273,8 @@ class LoopState:
         if len(saved) == self._session.world_size:
             own: Mapping[str, Any] = copy_state(saved[self._session.rank])  # another loop may write over a snapshot
             return own
+        if self._session.logical_shards:  # each shard has its own
+            return rng.capture()
         notes.append(
             f"saved by {len(saved)} ranks, resumed by {self._session.world_size}: the order of the samples "
             f"goes on exactly, dropout draws new numbers"

@@ -108,6 +108,7 @@ class Trainer:
             `loop.stop()`. And objects that a Loop uses in `state`: a `photinus.EarlyStopping`, a `photinus.Average`
             (then validation is of the average), or others with state_dict and load_state_dict. They are saved under
             the name of their class: early_stopping, average.
+        logical_shards: as for `photinus.init`, for a Trainer without one around it.
 
     Backend, device and seed are those of `with photinus.init(...):` around `fit`. Without one, they are its defaults:
     the order of the samples is that of seed 0, and dropout differs from run to run. Create the model inside too, if
@@ -141,6 +142,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         save: Saving | None = None,
         report: Reporting | None = None,
+        logical_shards: int | None = None,
     ) -> None:
         self._best = save.best if isinstance(save, Saving) else None
         self._loop_options: dict[str, Any] = {
@@ -178,7 +180,7 @@ class Trainer:
         self._objective = without if loss_fn is None else Objective(loss_fn)
         self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": self._objective}
-        self._strategy, self._batch_size = strategy, batch_size
+        self._strategy, self._batch_size, self._logical_shards = strategy, batch_size, logical_shards
         self._clip_norm = None if clip_norm is None else float(clip_norm)  # numpy's are not JSON's
         self._precision = precision
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
@@ -211,7 +213,11 @@ class Trainer:
             raise ValueError("ReduceLROnPlateau follows the validation loss, so fit needs a valid_set")
         self._check_best(valid_set is not None)
         with ExitStack() as stack:
-            session = current_session() or stack.enter_context(init())
+            session = current_session() or stack.enter_context(init(logical_shards=self._logical_shards))
+            if self._logical_shards not in (None, session.logical_shards):
+                given = f"Trainer(logical_shards={self._logical_shards})"
+                advice = f"photinus.init(logical_shards={self._logical_shards})"
+                raise ValueError(f"{given}, but photinus.init was called without: call {advice}, which is enough")
             model, optimizer = self._wrap(session)
             if self._precision == "float16":
                 self._scaler = self._scaler or torch.amp.GradScaler(session.device.type)

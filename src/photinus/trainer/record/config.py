@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -195,8 +196,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         CUDA device "gpu" (its name), "gpus" (how many are visible) and "gpu_memory_bytes" (of one).
     """
     facts: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}"}
-    model = _first_value("/proc/cpuinfo", "model name") or platform.machine()
-    facts["processor"] = " ".join(model.split())
+    facts["processor"] = _processor()
     facts["cores"] = len(os.sched_getaffinity(0))
     memory = _first_value("/proc/meminfo", "MemTotal")
     if memory and memory.split()[0].isdigit():
@@ -209,6 +209,25 @@ def _machine(device: torch.device) -> dict[str, Any]:
             "gpu_memory_bytes": properties.total_memory,
         }
     return facts
+
+
+@functools.cache
+def _processor() -> str:
+    model = _first_value("/proc/cpuinfo", "model name") or platform.machine()
+    return " ".join(model.split())
+
+
+def describe_arithmetic(device: torch.device) -> dict[str, Any]:
+    """Return what the bits of torch's kernels depend on: number of threads, processor, GPU, torch, instruction sets."""
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+    return {
+        "threads": torch.get_num_threads(),
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "torch": torch.__version__,
+        "variables": " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ),
+    }
 
 
 def _first_value(path: str, name: str) -> str:
