@@ -1,0 +1,326 @@
+"""Loops over logical shards in one process: what a body sees, and what is refused instead of trained in another way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import photinus
+from photinus.errors import CheckpointError, PhotinusError
+from tests.small_run import CLASSES, FEATURES, QUIET, Net, points
+
+
+@pytest.fixture
+def session() -> Iterator[photinus.Session]:
+    with photinus.init("gloo", "cpu", seed=1, logical_shards=4) as session:
+        yield session
+
+
+def make(plain: nn.Module | None = None, **options: Any) -> photinus.Loop:
+    plain = plain or nn.Linear(FEATURES, CLASSES)
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    return photinus.Loop(model, optimizer, points(48), **{"batch_size": 12, "epochs": 1, "report": QUIET, **options})
+
+
+def body(loop: photinus.Loop, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(loop.model(batch[0]), batch[1])
+
+
+def train(loop: photinus.Loop) -> None:
+    for batch in loop:
+        loop.backward(body(loop, batch))
+        if loop.step_due:
+            loop._optimizer.step()
+            loop._optimizer.zero_grad()
+
+
+# -- what a body sees ------------------------------------------------------------------------------------------------
+
+
+def test_shards_look_like_the_batches_of_accumulate(session: photinus.Session) -> None:
+    loop = make(accumulate=3)  # 4 global batches: a step of three, and one of one
+    seen = []
+    for batch in loop:
+        seen.append((loop.step, loop.micro_batch, loop.step_due, loop.whole_epoch_ended, len(batch[0])))
+        loop.backward(body(loop, batch))
+        if loop.step_due:
+            loop._optimizer.step()
+            loop._optimizer.zero_grad()
+    assert [row[:2] for row in seen] == [(1, place) for place in range(1, 13)] + [(2, place) for place in range(1, 5)]
+    assert [place for place, row in enumerate(seen) if row[2]] == [11, 15]
+    assert [place for place, row in enumerate(seen) if row[3]] == [15]
+    assert {row[4] for row in seen} == {3}
+    assert loop.step == loop.steps == 2
+
+
+def test_each_shard_draws_numbers_of_its_own_and_the_same_ones_again(session: photinus.Session) -> None:
+    def drawn() -> list[float]:
+        numbers = []
+        loop = make()
+        loop._shards._seed = 7  # type: ignore[union-attr] # a second loop of a session has another seed
+        for batch in loop:
+            numbers.append(float(torch.rand(())))
+            loop.backward(body(loop, batch))
+        return numbers
+
+    numbers = drawn()
+    assert len(set(numbers)) == len(numbers) == 16
+    assert drawn() == numbers
+
+
+def test_gradients_of_the_step_before_are_no_part_of_the_next_one(session: photinus.Session) -> None:
+    loop, norms = make(batch_size=48, epochs=2), []
+    for batch in loop:
+        loop.backward(body(loop, batch))
+        if loop.step_due:  # neither a step nor zero_grad()
+            norms.append(float(loop.clip(1e9)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_running_statistics_take_all_shards_in_their_order(session: photinus.Session) -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(FEATURES, momentum=None), nn.Linear(FEATURES, CLASSES))
+    with pytest.warns(UserWarning, match="statistics of 3 samples"):
+        loop = make(plain)
+    norm, means = plain[0], []
+    for inputs, targets in loop:
+        means.append(inputs.mean(dim=0))
+        loop.backward(cross_entropy(loop.model(inputs), targets))
+        assert int(norm.num_batches_tracked) == (loop.step - 1) * 4
+        if loop.step_due:
+            loop._optimizer.step()
+            assert int(norm.num_batches_tracked) == loop.step * 4
+    assert torch.allclose(norm.running_mean, torch.stack(means).mean(dim=0), atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_threads_and_deterministic_algorithms_are_as_before_when_the_session_ends() -> None:
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    with photinus.init("gloo", "cpu", logical_shards=2):
+        assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (1, True)
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_the_trainer_opens_a_session_with_shards() -> None:
+    plain = nn.Linear(FEATURES, CLASSES)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 12, "report": QUIET}
+    trainer = photinus.Trainer(plain, optimizer, cross_entropy, logical_shards=4, **options)
+    assert trainer.fit(points(48)).history[-1]["step"] == 4
+    with photinus.init("gloo", "cpu"), pytest.raises(ValueError, match=r"Trainer\(logical_shards=4\)"):
+        photinus.Trainer(plain, optimizer, cross_entropy, logical_shards=4, **options).fit(points(48))
+
+
+# -- what is refused before anything starts --------------------------------------------------------------------------
+
+
+def test_more_ranks_than_shards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "9")
+    with pytest.raises(ValueError, match=r"logical_shards=8, but there are 9 ranks"):
+        photinus.init("gloo", "cpu", logical_shards=8)
+
+
+@pytest.mark.parametrize("shards", [0, -1, 2.5, "8"])
+def test_shards_are_a_whole_number_above_zero(shards: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="logical_shards"):
+        photinus.init("gloo", "cpu", logical_shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 3}, "a batch has 3 samples .* logical_shards=4 needs one"),
+        ({"train_set": iter}, "logical_shards=4 needs training data with a length"),
+    ],
+)
+def test_data_that_cannot_be_cut_is_refused(session: photinus.Session, options: dict[str, Any], text: str) -> None:
+    plain = nn.Linear(FEATURES, CLASSES)
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    train_set = (lambda shard, shards: iter(points(48))) if "train_set" in options else points(48)
+    with pytest.raises(ValueError, match=text):
+        photinus.Loop(model, optimizer, train_set, batch_size=options.get("batch_size", 12), epochs=1, report=QUIET)
+
+
+def test_a_short_last_batch_is_refused_only_if_it_is_used(session: photinus.Session) -> None:
+    plain = nn.Linear(FEATURES, CLASSES)
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    batches = photinus.loader(points(50), batch_size=12, drop_last=False)
+    with pytest.raises(ValueError, match="an epoch's last batch has 2 samples"):
+        photinus.Loop(model, optimizer, batches, epochs=1, report=QUIET)
+    train(photinus.Loop(model, optimizer, points(50), batch_size=12, epochs=1, report=QUIET))
+
+
+@pytest.mark.parametrize(
+    ("plain", "options", "text"),
+    [
+        (Net(), {"strategy": "zero3"}, "strategy='zero3' adds gradients by ranks"),
+        (Net(), {"strategy": "torch-ddp"}, "strategy='torch-ddp' adds gradients by ranks"),
+        (Net(), {"wire_dtype": torch.bfloat16}, "wire_dtype: no option for logical_shards"),
+        (Net(), {"static_graph": True, "nan_guard": True}, "nan_guard, static_graph: no option for logical_shards"),
+        (nn.Sequential(nn.SyncBatchNorm(4)), {}, r"0 \(SyncBatchNorm\) exchanges by ranks"),
+        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, "use sparse=False"),
+    ],
+)
+def test_what_depends_on_the_number_of_ranks_is_refused_by_name(
+    session: photinus.Session, plain: nn.Module, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), **options)
+
+
+def test_a_communication_hook_is_refused(session: photinus.Session) -> None:
+    model = photinus.wrap(Net())
+    with pytest.raises(PhotinusError, match="logical_shards is in force"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+
+
+def test_a_model_that_was_not_wrapped_for_shards_is_refused(session: photinus.Session) -> None:
+    plain = nn.Linear(FEATURES, CLASSES)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for model in (plain, photinus.DistributedDataParallel(plain)):
+        with pytest.raises(ValueError, match="not wrapped"):
+            photinus.Loop(model, optimizer, points(48), batch_size=12, epochs=1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (4, None), (None, 4)])
+def test_a_run_keeps_its_number_of_shards(tmp_path: Path, before: int | None, after: int | None) -> None:
+    with photinus.init("gloo", "cpu", logical_shards=before):
+        train(make(out=tmp_path))
+    with (
+        photinus.init("gloo", "cpu", logical_shards=after),
+        pytest.raises(CheckpointError, match=rf"logical_shards={before or after}.*init\(logical_shards={before}\)"),
+    ):
+        make(out=tmp_path, epochs=2)
+
+
+def test_a_resumed_run_has_the_threads_of_its_first_start(tmp_path: Path) -> None:
+    with photinus.init("gloo", "cpu", logical_shards=4):
+        torch.set_num_threads(2)
+        train(make(out=tmp_path))
+    with photinus.init("gloo", "cpu", logical_shards=4):
+        make(out=tmp_path, epochs=2)
+        assert torch.get_num_threads() == 2
+
+
+def test_another_machine_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with photinus.init("gloo", "cpu", logical_shards=4):
+        train(make(out=tmp_path))
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    with photinus.init("gloo", "cpu", logical_shards=4):
+        make(out=tmp_path, epochs=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "may round in another way" in line]
+    assert len(lines) == 1
+    assert "variables ATEN_CPU_CAPABILITY=default (was none)" in lines[0]
+
+
+# -- bodies that would train in another way --------------------------------------------------------------------------
+
+
+def step_early(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    loop._optimizer.step()
+
+
+def backward_twice(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    loop.backward(body(loop, batch))
+
+
+def backward_in_parts(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch), share=0.5)
+
+
+def backward_after_the_step(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    if loop.step_due:
+        loop._optimizer.step()
+        loop._optimizer.zero_grad()
+        loop.backward(body(loop, batch))
+
+
+def step_with_a_closure(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    if loop.step_due:
+        loop._optimizer.step(lambda: 0.0)
+
+
+def weigh_some(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch), weight=None if loop.micro_batch == 1 else 1.0)
+
+
+def keep_the_graph(loop: photinus.Loop, batch: Any) -> None:
+    body(loop, batch).backward(create_graph=True)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (step_early, "step.. before the last batch of step 1"),
+        (backward_twice, "a second backward in the body of a step's last shard"),
+        (backward_in_parts, "a body has one backward"),
+        (backward_after_the_step, "a backward after an optimizer's step, in step 1"),
+        (step_with_a_closure, "computes losses inside of the step"),
+        (weigh_some, "either all losses of a step have a weight, or none"),
+        (keep_the_graph, "carries a graph"),
+    ],
+)
+def test_a_body_that_shards_would_change_is_refused(
+    session: photinus.Session, run: Callable[[photinus.Loop, Any], None], text: str
+) -> None:
+    loop = make()
+
+    def run_all() -> None:
+        for batch in loop:
+            run(loop, batch)
+
+    with pytest.raises((PhotinusError, ValueError), match=text):
+        run_all()
+
+
+class Counting(nn.Module):
+    """Writes into a buffer in each forward, seen by torch or not."""
+
+    def __init__(self, *, is_seen: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.is_seen = is_seen
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        (self.count if self.is_seen else self.count.data).add_(1.0)
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_buffer_that_a_forward_changes_is_refused(session: photinus.Session, is_seen: bool) -> None:
+    with pytest.raises(PhotinusError, match=r"the buffer count \[\] changed in the body"):
+        train(make(Counting(is_seen=is_seen)))
+
+
+def test_batch_norms_that_some_shards_do_not_use_are_refused(session: photinus.Session) -> None:
+    class Sometimes(nn.Sequential):
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self[1](self[0](inputs) if float(inputs[0, 0]) > 0 else inputs)
+            return outputs
+
+    plain = Sometimes(nn.BatchNorm1d(FEATURES, affine=False), nn.Linear(FEATURES, CLASSES))
+    with pytest.warns(UserWarning, match="few"):
+        loop = make(plain)
+    with pytest.raises(PhotinusError, match="the batch norms of the model ran in another order"):
+        train(loop)
+
+
+def test_a_backward_outside_of_a_loop_is_refused(session: photinus.Session) -> None:
+    model = photinus.wrap(nn.Linear(FEATURES, CLASSES))
+    with pytest.raises(PhotinusError, match=r"in the body of a photinus\.Loop or by a photinus\.Trainer only"):
+        model(torch.ones(2, FEATURES)).sum().backward()
