@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import photinus
 from photinus.parallel import strategy_of
 from photinus.trainer import unwrap
 from tests.ranks import run_ranks, values
-from tests.small_run import CLASSES, QUIET, CutOffError, Net, Noisy, points, right
+from tests.small_run import CLASSES, FEATURES, QUIET, CutOffError, Net, Noisy, points, right
 
 V, SAMPLES, BATCH_SIZE = 6, 75, 25  # uneven shards; 3 global batches an epoch
 
@@ -79,19 +79,21 @@ def train(
     dtype: str = "float32",
     drop_last: bool = True,
     cut_at: int | None = None,
+    is_stream: bool = False,
     out: str | None = None,
-    bucket_cap_mb: float | None = None,
+    **wrapping: Any,
 ) -> dict[str, Any]:
     with photinus.init(device="cpu", seed=5, logical_shards=shards):
         plain: nn.Module = {"branching": Branching, "tokens": Tokens}[model]().to(getattr(torch, dtype))
         optimizer: Any = torch.optim.AdamW(plain.parameters(), lr=0.01)
         wrapped, optimizer = photinus.wrap(
             plain, optimizer, strategy=strategy, find_unused_parameters=model == "branching",
-            bucket_cap_mb=bucket_cap_mb,
-        )  # fmt: skip
+            **wrapping,
+            )  # fmt: skip
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         average = photinus.Average(wrapped, get_ema_multi_avg_fn(0.9), use_buffers=True)
-        data = photinus.loader(Noisy(points(SAMPLES)), batch_size=BATCH_SIZE, num_workers=workers, drop_last=drop_last)
+        options: Any = {"batch_size": BATCH_SIZE, "num_workers": workers, "drop_last": drop_last}
+        data = photinus.loader(read if is_stream else Noisy(points(SAMPLES)), **options)
         loop = photinus.Loop(
             wrapped, optimizer, data, steps=steps, accumulate=accumulate, validate_every_steps=2, report=QUIET,
             out=out, state={"scheduler": scheduler, "average": average}, save=photinus.Saving(every_steps=1),
@@ -125,6 +127,14 @@ def train(
         }
 
 
+def read(shard: int, shards: int) -> Iterator[Any]:
+    """A stream whose shards have other numbers of samples, so that some end before others."""
+    data = points(SAMPLES)
+    for index in range(shard, SAMPLES - 11 * (shard % 2), shards):
+        point, target = data[index]
+        yield point + 0.1 * torch.randn(FEATURES), target
+
+
 def cut(rank: int, world_size: int, **options: Any) -> None:
     with pytest.raises(CutOffError):
         train(rank, world_size, **options)
@@ -152,7 +162,7 @@ def alone() -> Mapping[str, Any]:
     [
         (2, {"backend": "gloo"}),
         (2, {"workers": 2}),
-        (3, {}),
+        (3, {"gradient_as_bucket_view": True}),
         (4, {"strategy": "zero1"}),
         (4, {"hosts": "aabb", "bucket_cap_mb": 0.0001}),
         (5, {"hosts": "aabbb", "backend": "gloo"}),
@@ -163,6 +173,17 @@ def test_a_run_has_the_same_bits_on_any_number_of_ranks(
     alone: Mapping[str, Any], ranks: int, options: dict[str, Any]
 ) -> None:
     assert run(ranks, **options) == alone
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "drop_last": False, "model": "tokens"}])
+def test_a_stream_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = {"is_stream": True, "steps": 5, **options}
+    alone = run(1, **options)
+    assert run(3, workers=2, **options) == alone
+    assert run(6, **options) == alone
+    arguments = {**options, "out": str(tmp_path), "cut_at": 3}
+    run_ranks(f"{__name__}:cut", world_size=2, backend="photinus", arguments=arguments, timeout_s=120)
+    assert {**run(4, out=str(tmp_path), **options), "numbers": ""} == {**alone, "numbers": ""}
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

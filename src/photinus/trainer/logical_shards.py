@@ -103,7 +103,7 @@ class ShardSteps:
             for sums in self._sums:
                 sums.begin_step()
         if micro == 0:
-            self._statistics.begin_shard()
+            self._statistics.begin_shard(place)
             for model in self._wrapped:  # those of the step before are no part of this one's
                 for slot in model.reducer.slots:
                     slot.parameter.grad = None
@@ -150,16 +150,16 @@ class ShardMeans:
     ) -> None:
         self._session, self._sums, self._own, self._shards = session, sums, own, shards
         self.before_step = before_step
-        self._batches, self._body, self._is_last = 1, -1, False
-        self._weights: list[float] = []  # of this rank's shards in the running step
+        self._batches, self._body, self._is_last = 1, 0, False
+        self._weight = 0.0  # of the running body
+        self._weights: list[float] = []  # of this rank's shards in the running step, but for the running body
         self._is_weighted: bool | None = None  # the running step; None before its first loss
 
     def body_began(self, *, batches: int, is_first: bool, is_last: bool) -> None:
         """See `WeightedMeans`."""
-        self._batches, self._is_last = batches, is_last
-        self._body = 0 if is_first else self._body + 1
+        self._batches, self._is_last, self._weight = batches, is_last, 0.0
         if is_first:
-            self._weights, self._is_weighted = [0.0] * len(self._own), None
+            self._weights, self._is_weighted, self._body = [0.0] * len(self._own), None, 0
 
     def part(self, weight: Any, share: float) -> tuple[float, float, Callable[[], float]]:
         """Take a loss of the running body. All ranks call it, and those of a step's last bodies wait for each other.
@@ -185,8 +185,7 @@ class ShardMeans:
                 "loop.backward(weight=...) with logical_shards and several models: their gradients have one divisor. "
                 "Divide the losses by what you count, over a number that is the same for all batches"
             )
-        number = number_of(weight)
-        self._weights[self._body // self._batches] += number
+        number = self._weight = number_of(weight)
         if self._is_last:
             total = sum(self._of_all_shards())
             for sums in self._sums:
@@ -197,6 +196,7 @@ class ShardMeans:
         """The weights of all shards, in their order."""
         row = torch.zeros(self._shards, dtype=torch.float64, device=self._session.exchange_device)
         row[self._own.start : self._own.stop] = row.new_tensor(self._weights)
+        row[self._own[self._body // self._batches]] += self._weight
         if self._session.world_size > 1:
             dist.all_reduce(row)  # one rank's number each, and zeros of the others
         return cast("list[float]", row.tolist())
@@ -209,3 +209,5 @@ class ShardMeans:
 
     def body_ended(self) -> None:
         """See `WeightedMeans`."""
+        self._weights[self._body // self._batches] += self._weight
+        self._body += 1

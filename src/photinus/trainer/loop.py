@@ -318,8 +318,7 @@ class Loop:
     @property
     def whole_epoch_ended(self) -> bool:
         """Return whether this is the last batch of a whole epoch. There, step a scheduler that counts epochs."""
-        done = self._position.batches_done + self._batches_of_step
-        return self.step_due and done == self._batches_per_epoch
+        return self.step_due and self._position.batches_done + self._batches_of_step == self._batches_per_epoch
 
     @property
     def validation_due(self) -> bool:

@@ -32,27 +32,31 @@ class ShardStatistics:
         shards: of the job.
 
     Attributes:
-        norms: the batch norms, with their names.
+        norms: the batch norms.
     """
 
     def __init__(self, session: Session, wrapped: Sequence[DistributedDataParallel], shards: int) -> None:
         self._session, self._shards = session, shards
-        named = [(name, each) for model in wrapped for name, each in model.module.named_modules()]
-        self.norms = [(n, each) for n, each in named if isinstance(each, _NormBase) and each.running_mean is not None]
-        known = {id(getattr(each, name)) for _, each in self.norms for name in _RUNNING}
-        buffers = [(n, b) for model in wrapped for n, b in model.module.named_buffers() if id(b) not in known]
-        self._others = list({id(b): (n, b) for n, b in buffers}.values())
-        self._before: list[tuple[int, torch.Tensor]] = []  # version and value of each of the others
+        modules = [(name, each) for model in wrapped for name, each in model.module.named_modules()]
+        self.norms = [each for _, each in modules if isinstance(each, _NormBase) and each.running_mean is not None]
+        own = {(id(each), name) for each in self.norms for name in _RUNNING}
+        self._others = [  # modules may replace their buffers, so they are looked up each time
+            (f"{name}.{key}" if name else key, each, key)
+            for name, each in modules
+            for key in each._buffers
+            if (id(each), key) not in own
+        ]
+        self._before: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []  # each, its version, its value
         self._bodies_checked = 0
         self._is_exchanged = True  # those of the running step
-        self._taken: list[list[tuple[int, torch.Tensor]]] = []  # by shard: place of the norm, [2, channels]
-        self._kept: dict[int, list[torch.Tensor | None]] = {}  # the real buffers of norms whose forward runs
+        self._statistics: list[list[tuple[int, torch.Tensor]]] = []  # by shard: place of the norm, [2, channels]
+        self._lent: dict[int, list[torch.Tensor | None]] = {}  # the real buffers of norms whose forward runs
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """Look at forwards from now on."""
         self._session.before_evaluation.append(self.exchange)
-        for place, (_, norm) in enumerate(self.norms):
+        for place, norm in enumerate(self.norms):
             self._hooks.append(norm.register_forward_pre_hook(lambda norm, _, place=place: self._lend(place, norm)))
             self._hooks.append(
                 norm.register_forward_hook(lambda norm, *_, place=place: self._take(place, norm), always_call=True)
@@ -66,37 +70,40 @@ class ShardStatistics:
 
     def begin_step(self) -> None:
         """The first shard of a step comes next."""
-        self._taken, self._is_exchanged = [], False
+        self._statistics, self._is_exchanged = [], False
 
-    def begin_shard(self) -> None:
-        """A shard's first batch comes."""
-        self._taken.append([])
-        self._before = [(each._version, each) for _, each in self._others]
-        if self._bodies_checked < _CHECKED_BODIES:
-            self._before = [(each._version, each.clone()) for _, each in self._others]
+    def begin_shard(self, place: int) -> None:
+        """The first batch comes of this rank's shard `place`, perhaps again, if its body was left."""
+        self._statistics[place:] = [[]]
+        self._before = []
+        for _, module, key in self._others:
+            buffer, copies = module._buffers[key], self._bodies_checked < _CHECKED_BODIES
+            version = -1 if buffer is None else buffer._version
+            self._before.append((buffer, version, buffer.clone() if copies and buffer is not None else None))
 
     def _lend(self, place: int, norm: Any) -> None:
         """Let a forward in training write into buffers of its own."""
-        if norm.training and self._taken:
-            self._kept[place] = [norm._buffers[name] for name in _RUNNING]
+        if norm.training and self._statistics:
+            self._lent[place] = [norm._buffers[name] for name in _RUNNING]
             for name in _RUNNING:
                 buffer = norm._buffers[name]
                 norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
 
     def _take(self, place: int, norm: Any) -> None:
-        kept = self._kept.pop(place, None)
-        if kept is not None:
-            self._taken[-1].append((place, torch.stack([norm._buffers[name] for name in _RUNNING[:2]])))
-            norm._buffers.update(zip(_RUNNING, kept, strict=True))
+        buffers = self._lent.pop(place, None)
+        if buffers is not None:
+            self._statistics[-1].append((place, torch.stack([norm._buffers[name] for name in _RUNNING[:2]])))
+            norm._buffers.update(zip(_RUNNING, buffers, strict=True))
 
     def check(self) -> None:
         """A body has ended. Raises PhotinusError if its forward changed a buffer that is no statistic."""
-        compares = self._bodies_checked < _CHECKED_BODIES
         self._bodies_checked += 1
-        for (name, now), (version, before) in zip(self._others, self._before, strict=True):
-            if now._version != version or (compares and not torch.equal(now, before)):
+        for (name, module, key), (buffer, version, value) in zip(self._others, self._before, strict=True):
+            now = module._buffers.get(key)
+            is_written = now is not None and (now._version != version or not (value is None or torch.equal(now, value)))
+            if now is not buffer or is_written:
                 raise PhotinusError(
-                    f"the buffer {name} {list(now.shape)} changed in the body of a loop with logical_shards, in which "
+                    f"the buffer {name} changed in the body of a loop with logical_shards, in which "
                     f"each shard has to begin with the same. Only of the running statistics of batch norms it is known "
                     f"how those of several shards make one: keep other values out of the model's buffers"
                 )
@@ -114,9 +121,9 @@ class ShardStatistics:
         if self._is_exchanged or not self.norms:
             return
         self._is_exchanged = True
-        for shard in self._of_all(self._taken):
+        for shard in self._of_all(self._statistics):
             for place, statistics in shard:
-                norm: Any = self.norms[place][1]
+                norm: Any = self.norms[place]
                 if norm.num_batches_tracked is not None:
                     norm.num_batches_tracked.add_(1)
                 # Without a momentum, the first statistic of a buffer is taken whole.

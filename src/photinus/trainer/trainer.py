@@ -215,9 +215,10 @@ class Trainer:
         with ExitStack() as stack:
             session = current_session() or stack.enter_context(init(logical_shards=self._logical_shards))
             if self._logical_shards not in (None, session.logical_shards):
-                given = f"Trainer(logical_shards={self._logical_shards})"
-                advice = f"photinus.init(logical_shards={self._logical_shards})"
-                raise ValueError(f"{given}, but photinus.init was called without: call {advice}, which is enough")
+                option = f"logical_shards={self._logical_shards}"
+                session_has = f"logical_shards={session.logical_shards}" if session.logical_shards else "none"
+                advice = f"give it to photinus.init({option}), and not to the Trainer"
+                raise ValueError(f"Trainer({option}), but the session of photinus.init has {session_has}: {advice}")
             model, optimizer = self._wrap(session)
             if self._precision == "float16":
                 self._scaler = self._scaler or torch.amp.GradScaler(session.device.type)

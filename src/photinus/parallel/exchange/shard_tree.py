@@ -48,8 +48,8 @@ class TreeSum(Generic[T]):
         """Take the value of the next leaves, which are one node of the tree."""
         assert (first, end) in self._nodes
         while self.roots and (self.roots[-1][0], end) in self._nodes:
-            first, _, left = self.roots.pop()
-            value = self._add(left, value)
+            first, _, before = self.roots.pop()
+            value = self._add(before, value)
         self.roots.append((first, end, value))
 
     def complete(self) -> T:

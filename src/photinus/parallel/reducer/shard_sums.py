@@ -134,14 +134,14 @@ class ShardSums:
         piece = -(-elems // ranks)
         subtrees = [each for of_rank in roots_of(self._shards, ranks) for each in of_rank]
         counts = [len(of_rank) for of_rank in roots_of(self._shards, ranks)]
-        sent = roots[0].new_zeros(ranks, own, piece)
+        pieces = roots[0].new_zeros(ranks, own, piece)
         for place, root in enumerate(roots):
             for rank in range(ranks):
                 part = root[rank * piece : (rank + 1) * piece]
-                sent[rank, place, : part.numel()] = part
+                pieces[rank, place, : part.numel()] = part
         came = roots[0].new_empty(len(subtrees), piece)
         work: Any = dist.all_to_all_single(
-            came.view(-1), sent.view(-1), [count * piece for count in counts], [own * piece] * ranks, group=group,
+            came.view(-1), pieces.view(-1), [count * piece for count in counts], [own * piece] * ranks, group=group,
             async_op=True,
         )  # fmt: skip
 

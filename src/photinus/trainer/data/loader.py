@@ -47,7 +47,7 @@ from .arguments import (
 )
 from .same_data import compare_samples
 from .sampler import GlobalBatches, LocalBatch, ShardBatches, ShardedOnce
-from .stream import Piece, ShardReader, State, StreamShares, agreeing, is_stream
+from .stream import Piece, ShardReader, State, StreamShards, StreamShares, agreeing, is_stream
 from .workers import BatchRequest, Fetch, explaining, make_data_loader, start_workers
 
 T = TypeVar("T")
@@ -286,11 +286,12 @@ class Loader:
         """Give out, of each global batch, this rank's logical shards one by one; see `ShardBatches`.
 
         Raises:
-            ValueError: a batch has too few samples, or the data has no length.
+            ValueError: a batch has too few samples.
         """
-        if not isinstance(self.shares, GlobalBatches):
-            kind = type(self.dataset).__name__
-            raise ValueError(f"logical_shards={shards} needs training data with a length, but {kind} is a stream")
+        if isinstance(self.shares, StreamShares):
+            self.shares = StreamShards(self.shares, own, shards, accumulate)
+            return
+        assert isinstance(self.shares, GlobalBatches), "a Loop refuses data for validation"
         self.shares = ShardBatches(self.shares, own, shards, accumulate)
 
     def __len__(self) -> int:
@@ -313,6 +314,8 @@ class Loader:
                 gives no batches).
         """
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
+        if isinstance(self.shares, StreamShards):
+            return self._stream_shards(self.shares, epoch, start)
         if isinstance(self.shares, StreamShares):
             return self._streams(self.shares, epoch, start, look_ahead)
         if len(self.dataset) != self.samples:
@@ -570,6 +573,48 @@ class Loader:
             before, weight = piece.states, piece.samples * shares.world_size / total
             data = self._moved(piece.data) if piece.samples else filler
             yield Batch(data, weight, piece.samples, total, index, to_come=len(queue))
+
+    def _stream_shards(self, shares: StreamShards, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of a step's logical shards, of a stream; `start` counts those of this rank."""
+        step, begin = divmod(start, len(shares.parts) * shares.accumulate)
+        first = step * shares.accumulate
+        states = self._places.get((epoch, first), {})
+        before = {n: states.get(n, state) for part in shares.parts for n, state in part.begin(first).items()}
+        readers = [self._pieces(part, epoch, first, before) for part in shares.parts]
+        fillers: list[Any] = [None] * len(readers)
+        queue, has_ended, was_idle = deque[tuple[list[Piece], int]](), False, 0
+        while True:
+            while not has_ended and len(queue) <= shares.accumulate:
+                with agreeing(shares, f"batch {first + len(queue)} of the stream") as counts:
+                    pieces = [next(reader) for reader in readers]
+                    counts[:] = sum(each.samples for each in pieces), sum(not each.samples for each in pieces)
+                total, idle = counts
+                has_ended = not total or (shares.drop_last and total < shares.batch_size)
+                if idle > was_idle and not has_ended:
+                    was_idle = idle
+                    with agreeing(shares, "the stream's first samples again"):
+                        for place, piece in enumerate(pieces):
+                            if not piece.samples and fillers[place] is None:
+                                fillers[place] = self._moved(self._filler(shares.parts[place], epoch))
+                queue += [] if has_ended else [(pieces, total)]
+            if not queue and not first:
+                short = " full batch" if shares.drop_last else " sample"
+                raise PhotinusError(f"{type(self.dataset).__name__} gave not one{short} in epoch {epoch}: is it empty?")
+            if not queue:
+                return
+            end = first + len(queue)
+            of_step = [queue.popleft() for _ in range(min(shares.accumulate, len(queue)))]
+            after = {number: state for piece in of_step[-1][0] for number, state in piece.states.items()}
+            self._places = {(epoch, first): before, (epoch, first + len(of_step)): after}
+            before = after
+            bodies = [(place, micro) for place in range(len(readers)) for micro in range(len(of_step))]
+            for place, micro in bodies[begin:]:
+                pieces, total = of_step[micro]
+                piece = pieces[place]
+                data = self._moved(piece.data) if piece.samples else fillers[place]
+                weight, index = piece.samples * shares.world_size / total, first + micro
+                yield Batch(data, weight, piece.samples, total, index, to_come=end - index - 1)
+            first, begin = first + len(of_step), 0
 
     def _pieces(
         self, shares: StreamShares, epoch: int, start: int, states: Mapping[int, State], *, is_filler: bool = False

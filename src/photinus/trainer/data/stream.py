@@ -66,6 +66,7 @@ class StreamShares:
     """The shards of a stream that this rank reads, and its samples in them. The arguments are those of `loader`."""
 
     samples = 0  # not known
+    who = "ranks"
 
     def __init__(
         self,
@@ -102,8 +103,8 @@ class StreamShares:
         least = max(shards, self.world_size)
         if self.batch_size < least:
             raise ValueError(
-                f"batch_size={self.batch_size} is fewer samples than {self.world_size} ranks and {shards} shards need: "
-                f"each gives one to every batch. Use a batch_size of at least {least}, or fewer shards=."
+                f"batch_size={self.batch_size} is fewer samples than {self.world_size} {self.who} and {shards} shards "
+                f"need: each gives one to every batch. Use a batch_size of at least {least}, or fewer shards=."
             )
         first, end = part_of(self.batch_size, self.rank, self.world_size)
         # Of each: its number; its samples in a batch of all ranks; the slice of these that this rank keeps.
@@ -134,6 +135,37 @@ class StreamShares:
             note = f"num_workers={num_workers}, but {cost}. For more give shards={self.world_size * num_workers}"
         if note is not None and self.rank == 0:
             print(f"note: {note}", flush=True)
+
+
+class StreamShards(StreamShares):
+    """A stream of which each logical shard reads its samples alone, as the rank of that number would.
+
+    Args:
+        shares: of the ranks, with the options.
+        own: this rank's logical shards, of `shards` into which each batch is cut.
+        accumulate: batches of a step.
+
+    Attributes:
+        parts: of each of the own logical shards.
+    """
+
+    who = "logical_shards"
+
+    def __init__(self, shares: StreamShares, own: range, shards: int, accumulate: int) -> None:
+        self.parts: list[StreamShares] = []
+        cut = shares.shards if shares.is_given else None
+        options: dict[str, Any] = {"shards": cut, "shuffle": shares.shuffle, "seed": shares.seed}
+        options |= {"world_size": shards, "drop_last": shares.drop_last}
+        self.accumulate = accumulate
+        super().__init__(shares.dataset, shares.batch_size, rank=own[0], **options)
+        self.rank = shares.rank  # for messages
+        self.parts = [StreamShares(shares.dataset, shares.batch_size, rank=each, **options) for each in own]
+
+    def cut(self, shards: int) -> None:
+        """Cut the stream into this number of shards."""
+        super().cut(shards)
+        for part in self.parts:
+            part.cut(shards)
 
 
 def _check(dataset: Any) -> None:

@@ -8,5 +8,6 @@ run_folder   the folder of a run: from where the run starts, its checkpoints and
 run_numbers  what is measured in a run: each rank collects its losses, times and memory, and rank 0 writes those of all
 settings     what a script gives its optimizers and schedulers, and what of it holds when a run is resumed
 spec         what a run is, in one value: recorded, saved with each checkpoint, compared when a run is resumed
+step_losses  the losses of a loop's steps: each rank's since the last exchange, and those of all ranks
 step_clock   splits each training step of this rank into phases, by the host's clock or on a GPU's own time
 """

@@ -92,8 +92,8 @@ class StepLosses:
     def local_row(self) -> list[float]:
         """Two numbers for each of the collected steps: the sum of this rank's losses, and its samples."""
         # Stacked where they are, then one copy to the host.
-        given = [step.loss for step in self._steps if step.loss is not None]
-        means = iter(torch.stack(given).tolist() if given else [])
+        losses = [step.loss for step in self._steps if step.loss is not None]
+        means = iter(torch.stack(losses).tolist() if losses else [])
         numbers: list[float] = []
         for step in self._steps:
             mean, samples = 0.0 if step.loss is None else next(means), step.samples
