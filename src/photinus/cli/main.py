@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": ("photinus.tools.bench", "measure collectives over each backend, and what limits them"),
     "top": ("photinus.tools.view.top", "show a run while it trains: progress, loss, where the time goes"),
     "report": ("photinus.tools.view.report", "write one HTML page about a run, or several to compare"),
+    "verify": ("photinus.tools.verify", "compare two runs bit by bit: the first step and parameter that differ"),
     "export": ("photinus.compat.export", "write a run's weights as a safetensors file"),
 }
 
@@ -46,6 +47,7 @@ examples:
   photinus bench                              which backend is fastest here?
   photinus top                                live progress; which rank is slow?
   photinus report runs/digits                 curves, times, options: one page
+  photinus verify runs/a runs/b               do they have the same bits?
   photinus run --help"""
 
 

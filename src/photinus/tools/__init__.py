@@ -2,5 +2,6 @@
 
 view/    `photinus top` and `photinus report`
 doctor/  `photinus doctor`: what works here, found by trying it
+verify   `photinus verify`: do two runs have the same bits
 bench    `photinus bench`: how fast collectives are here
 """

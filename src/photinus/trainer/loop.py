@@ -42,6 +42,7 @@ from .early_stopping import EarlyStopping, reason_to_stop
 from .logical_shards import ShardMeans, ShardSteps
 from .optimizer_modes import OptimizerModes
 from .record.config import user_options
+from .record.digests import DigestRecord
 from .record.loggers import check_packages
 from .record.run_folder import RunFolder
 from .record.run_numbers import RunNumbers
@@ -217,7 +218,10 @@ class Loop:
                 state_of_run.check()
         # Last, because it locks the folder and moves away what lies there: all that can be wrong was looked at before.
         least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
-        self._folder = RunFolder(session, out, resume, spec, user_options(report.config), report, least_bytes)
+        trained = [model, *(each for each in models[1:] if exchanges_gradients(each))]
+        self._digests = DigestRecord(session, trained, optimizers, report.digest_every if out is not None else 0)
+        options = user_options(report.config)
+        self._folder = RunFolder(session, out, resume, spec, options, report, least_bytes, self._digests.names)
         self.out = self._folder.path
         self._checkpointer = Checkpointer(session, state_of_run, self._folder, spec)
         self._begin_at_the_checkpoint(report, resume)
@@ -507,6 +511,7 @@ class Loop:
             self._shards.begin()
         self._modes.begin()
         self._checkpointer.snapshots.begin(position.step)
+        self._digests.begin(position.step)
         position.begin(time.perf_counter() - self._session.aside_s)
         # Without a folder there would be nothing to resume from.
         self._signals = preemption.Watch(self._session.suspends and self.out is not None)
@@ -608,6 +613,8 @@ class Loop:
         saving = self._spec.saving
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
+        if self._digests.is_due(position.step):
+            self._folder.append_digests(position.step, self._digests.take(position.step))
         # First the numbers: a checkpoint relies on all rows up to it.
         wants_to_leave = self._signals.wants(position.step)
         is_alone = wants_to_leave and self._session.world_size == 1  # nobody else has to exchange
@@ -686,6 +693,8 @@ class Loop:
         preemption.suspend(words)
 
     def _finish(self) -> None:
+        if self._digests.is_due(self._position.step, is_last=True):
+            self._folder.append_digests(self._position.step, self._digests.take(self._position.step))
         if not self._is_saved:
             self._save()
         self._checkpointer.wait()

@@ -2,6 +2,7 @@
 
 config       `config.json`: everything that says how a run came about, saved beside its results
 curves       `curves.png`: the picture of a run, drawn at its end from the files in its folder
+digests      what a loop trains at some steps, in 64 bits each: to compare runs, and ranks
 loggers      TensorBoard and others, where rank 0 sends a run's numbers beside the run's own files
 resume       where a run goes on: in which folder, and from which checkpoint
 run_folder   the folder of a run: from where the run starts, its checkpoints and numbers, and how it ended

@@ -22,6 +22,7 @@ from ...errors import CollectiveError, HostError, PhotinusError
 from ...job import status
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank
+from ...runlog.digests import DigestFile
 from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import CONFIG, FILES
@@ -66,12 +67,14 @@ class RunFolder:
         user: Mapping[str, Any],
         reporting: Reporting,
         least_bytes: int,
+        parameters: Sequence[str],
     ) -> None:
         self.path: Path | None = None
         self.run = ""
         self.error: Exception | None = None
         self._session, self._spec, self._user, self._reporting = session, spec, user, reporting
-        self._least_bytes = least_bytes
+        self._least_bytes, self._parameters = least_bytes, parameters
+        self._digests: DigestFile | None = None  # on rank 0
         self._writers: list[Any] = []  # RunFiles, then Loggers; on rank 0, from `begin` on
         self._loggers = Loggers((), say)
         self._lock: RunLock | None = None  # on rank 0
@@ -158,6 +161,7 @@ class RunFolder:
         if damage:
             self._warn(position, damage)
         drop_windows_after(path, step)
+        self._digests = DigestFile(path, self._parameters, step)
         save_config(path, self._options, self._user, start, go_on=goes_on)
         starts = [event for event in read_events(path) if event.kind == "start"]
         before, now = starts[-1].facts.get("world_size") if starts else None, start["world_size"]
@@ -180,6 +184,12 @@ class RunFolder:
         with self._keeping_error():
             for writer in self._writers:
                 writer.add_losses(losses, start)
+
+    def append_digests(self, step: int, digests: Sequence[int]) -> None:
+        """Adds a record to digests.bin."""
+        with self._keeping_error():
+            if self._digests is not None:
+                self._digests.add(step, digests)
 
     def append_window(self, window: Window) -> None:
         """Adds a line to ranks.jsonl."""
