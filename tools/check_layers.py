@@ -49,16 +49,16 @@ FLOORS = {
 # promise the lines keep.
 BUDGET = {
     "backend": 2249,
-    "cli": 986,
+    "cli": 988,
     "compat": 617,
     "job": 2285,
     "parallel": 5380,
     "run": 3490,
-    "runlog": 1067,
+    "runlog": 1125,
     "templates": 188,
-    "tools": 2019,
+    "tools": 2150,
     "top": 1034,
-    "trainer": 9200,
+    "trainer": 9330,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

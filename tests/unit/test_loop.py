@@ -696,7 +696,7 @@ def test_never_moves_the_earlier_run_aside(tmp_path: Path) -> None:
     fresh = train(tmp_path, epochs=2, resume="never")
     assert fresh["began_at"] == 0
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == [
-        "checkpoints", "config.json", "events.jsonl", "losses.csv", "metrics.csv", "ranks.jsonl",
+        "checkpoints", "config.json", "digests.bin", "events.jsonl", "losses.csv", "metrics.csv", "ranks.jsonl",
     ]  # fmt: skip
     assert [row["epoch"] for row in read_rows(tmp_path / "metrics.csv")] == [1, 2]
     train(tmp_path, epochs=1, resume=None)

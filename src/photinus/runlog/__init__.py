@@ -6,12 +6,14 @@
 | losses.csv | rank 0, a few steps at a time | a step: step, epoch, loss, start |
 | metrics.csv | rank 0 at each end of an epoch, whole | an epoch: step, loss, what was logged, speed |
 | ranks.jsonl | rank 0, once a second or seldomer | where the time of some steps went on every rank, and their memory |
+| digests.bin | rank 0 | digests of parameters and optimizer states at a step (not text) |
 | events.jsonl | rank 0; other ranks their own errors | something that happened: a start, a checkpoint, an end, ... |
 
 Every file may be looked at while it is written: what is half there is left out, and comes with the next look. This room
 knows nothing of torch, so that the command line reads runs without it.
 
 curve       a curve of any number of points in a bounded number of bins, that hides no extreme
+digests     `digests.bin`: what a run trains at some steps, in 64 bits each
 events      `events.jsonl`: what happened in a run, a line each, only ever added to; and the process that a start names
 figures     charts of one run or several, drawn by matplotlib: for a page, or in one picture
 files       how files of a run's folder are opened, replaced as a whole, and read while another process writes them

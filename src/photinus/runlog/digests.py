@@ -74,11 +74,11 @@ class DigestFile:
     def __init__(self, folder: Path, names: Sequence[str], step: int) -> None:
         self._path = folder / DIGESTS
         before = read_digests(folder) if step else None
-        kept = before.records if before is not None and before.names == tuple(names) else {}
+        records = before.records if before is not None and before.names == tuple(names) else {}
         new = self._path.with_name(f".{DIGESTS}.{os.getpid()}.new")
         with open(new, "wb", opener=plain_file_to_write) as file:
             file.write(json.dumps({"format": _FORMAT, "names": [*names]}).encode() + b"\n")
-            for each, record in kept.items():
+            for each, record in records.items():
                 if each <= step:
                     file.write(each.to_bytes(8, "little") + record)
         os.replace(new, self._path)

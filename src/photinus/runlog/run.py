@@ -18,7 +18,6 @@ from typing import Any
 from ..errors import UsageError
 from ..words import closest
 from .curve import Curve
-from .digests import DIGESTS
 from .events import EVENTS, Event, cause_of, is_alive, read_event
 from .files import Tail, plain_file
 from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_window
@@ -26,7 +25,7 @@ from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_windo
 CONFIG = "config.json"
 FORMAT = 2
 """Of config.json. Files of format 1 count batches as steps, and are shown so."""
-FILES = (CONFIG, LOSSES, METRICS, RANKS, DIGESTS, EVENTS)
+FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 
 _MOST = 2**53  # steps and epochs; what is larger was never counted
 _QUIET_S = 60.0  # a run of another host that writes nothing for this time is silent

@@ -1,7 +1,7 @@
 """The command `photinus verify`: do two runs have the same bits, and if not, from which step on and where?
 
-Compared are what both runs recorded: digests of parameters and optimizer states (`runlog.digests`), the losses of
-steps, and rows of metrics with their learning rates. Nothing here needs torch.
+It compares what both runs recorded: digests of parameters and optimizer states (`runlog.digests`), the losses of steps,
+and rows of metrics with their learning rates. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def differing_settings(first: dict[str, Any], second: dict[str, Any]) -> Iterato
 
 
 def _hints(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
-    """What may explain a difference."""
+    """Yield what may explain a difference."""
     a, b = ((config.get("starts") or [{}])[0] for config in (first, second))
     if a.get("world_size") != b.get("world_size") and not first.get("options", {}).get("logical_shards"):
         yield (
@@ -97,7 +97,7 @@ def _hints(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
 
 
 class Comparison:
-    """What was found of two runs.
+    """A comparison of two runs.
 
     Attributes:
         step: the first one that differs; None: none does.

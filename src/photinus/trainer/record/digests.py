@@ -93,10 +93,10 @@ class DigestRecord:
         now = time.perf_counter()
         step_s = max(1e-9, (began - self._last[1]) / max(1, step - self._last[0]))
         self._last = step, now
-        wanted = 1
-        while wanted < _MOST_STEPS and now - began > _COST * wanted * step_s:
-            wanted *= 2
-        rows = [[wanted, *map(_signed, own)]]
+        every = 1
+        while every < _MOST_STEPS and now - began > _COST * every * step_s:
+            every *= 2
+        rows = [[every, *map(_signed, own)]]
         if self._session.world_size > 1:
             rows = gather_numbers(rows[0], resolve_group(None))
         if self._is_chosen:

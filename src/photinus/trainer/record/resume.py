@@ -27,6 +27,7 @@ from typing import Any
 from ...env import ATTEMPT, JOB_ID, OUT
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import JSON
+from ...runlog.digests import DIGESTS
 from ...runlog.events import read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import FILES
@@ -35,7 +36,7 @@ from ..checkpoint.image_reader import MemorySnapshot, is_kept
 from .config import read_config
 from .curves import PICTURE
 
-_OF_A_RUN = (CHECKPOINTS, *FILES, "tensorboard", "wandb", "mlflow", PICTURE, "report.html")
+_OF_A_RUN = (CHECKPOINTS, *FILES, DIGESTS, "tensorboard", "wandb", "mlflow", PICTURE, "report.html")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ...errors import CollectiveError, HostError, PhotinusError
 from ...job import status
 from ...job.world import name_ranks
 from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank
-from ...runlog.digests import DigestFile
+from ...runlog.digests import DIGESTS, DigestFile
 from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import CONFIG, FILES
@@ -147,7 +147,7 @@ class RunFolder:
         files = RunFiles(path)
         self._writers.append(files)
         CheckpointFolder(path / CHECKPOINTS).remove_debris()  # of a start that was killed while it wrote
-        for name in (*FILES, PICTURE):
+        for name in (*FILES, DIGESTS, PICTURE):
             for unfinished in path.glob(f".{name}.*.new"):
                 unfinished.unlink(missing_ok=True)
         if is_done:  # nothing will be added
