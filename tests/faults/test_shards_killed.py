@@ -33,7 +33,7 @@ with photinus.init(seed=1, logical_shards=6):
     model, optimizer = photinus.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.003), strategy=strategy)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.9)
     loop = photinus.Loop(
-        model, optimizer, torch.utils.data.TensorDataset(x, y), batch_size=24, epochs=8, out=out,
+        model, optimizer, torch.utils.data.TensorDataset(x, y), batch_size=24, epochs=16, out=out,
         state={"scheduler": scheduler}, save=photinus.Saving(every_steps=9, snapshot_every=1),
         report=photinus.Reporting(progress=False, curves=False),
     )
