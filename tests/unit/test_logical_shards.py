@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import photinus
 from photinus.errors import CheckpointError, PhotinusError
-from tests.small_run import CLASSES, FEATURES, QUIET, Net, points
+from tests.small_run import CLASSES, FEATURES, QUIET, Net, points, right
 
 
 @pytest.fixture
@@ -269,6 +269,53 @@ def weigh_some(loop: photinus.Loop, batch: Any) -> None:
     loop.backward(body(loop, batch), weight=None if loop.micro_batch == 1 else 1.0)
 
 
+def clear_in_each_body(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    loop._optimizer.zero_grad()
+
+
+def clip_in_each_body(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+
+
+def write_weights(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    with torch.no_grad():
+        next(loop.model.parameters()).mul_(0.5)
+
+
+def write_weights_by_data(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    next(loop.model.parameters()).data.mul_(0.5)
+
+
+def change_the_rate(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    loop._optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def leave_a_backward_out(loop: photinus.Loop, batch: Any) -> None:
+    if loop.micro_batch != 2:
+        loop.backward(body(loop, batch))
+
+
+def leave_the_last_backward_out(loop: photinus.Loop, batch: Any) -> None:
+    if not loop.step_due:
+        loop.backward(body(loop, batch))
+
+
+def evaluate_in_each_body(loop: photinus.Loop, batch: Any) -> None:
+    loop.backward(body(loop, batch))
+    photinus.evaluate(loop.model, points(16), right)
+
+
+def evaluate_before_the_backward(loop: photinus.Loop, batch: Any) -> None:
+    if loop.step_due:
+        photinus.evaluate(loop.model, points(16), right)
+    loop.backward(body(loop, batch))
+
+
 def keep_the_graph(loop: photinus.Loop, batch: Any) -> None:
     body(loop, batch).backward(create_graph=True)  # type: ignore[no-untyped-call]
 
@@ -284,6 +331,15 @@ def keep_the_graph(loop: photinus.Loop, batch: Any) -> None:
         (step_with_a_closure, "computes losses inside of the step"),
         (weigh_some, "either all losses of a step have a weight, or none"),
         (keep_the_graph, "carries a graph"),
+        (clear_in_each_body, "the body changed gradients before the last batch"),
+        (clip_in_each_body, "the body changed gradients before the last batch"),
+        (write_weights, "the body changed weights before the last batch"),
+        (write_weights_by_data, "the body changed weights before the last batch"),
+        (change_the_rate, "the body changed options of the optimizers before"),
+        (leave_a_backward_out, "a body had no backward"),
+        (leave_the_last_backward_out, "a body had no backward"),
+        (evaluate_in_each_body, "an evaluation before the gradients of the step are averaged"),
+        (evaluate_before_the_backward, "an evaluation before the gradients of the step are averaged"),
     ],
 )
 def test_a_body_that_shards_would_change_is_refused(
@@ -297,6 +353,109 @@ def test_a_body_that_shards_would_change_is_refused(
 
     with pytest.raises((PhotinusError, ValueError), match=text):
         run_all()
+
+
+@pytest.mark.parametrize(("at", "accumulate"), [(1, 1), (2, 1), (4, 1), (6, 2)])
+def test_a_loop_that_was_left_begins_its_step_again(session: photinus.Session, at: int, accumulate: int) -> None:
+    def trained(leaves: bool) -> list[float]:
+        torch.manual_seed(1)
+        plain = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.3), nn.Linear(FEATURES, CLASSES))
+        with pytest.warns(UserWarning, match="few"):
+            loop = make(plain, accumulate=accumulate)
+        loop._shards._seed = 7  # type: ignore[union-attr] # a second loop of a session has another seed
+        while not loop.finished:
+            for inputs, targets in loop:
+                loop.backward(cross_entropy(loop.model(inputs), targets), weight=float(len(inputs)))
+                if leaves and loop.step == 2 - (accumulate > 1) and loop.micro_batch == at:
+                    leaves = False
+                    break
+                if loop.step_due:
+                    loop._optimizer.step()
+        return [*plain[0].running_mean.tolist(), *plain[2].weight.flatten().tolist(), loop.history[-1]["loss"]]  # type: ignore[operator, union-attr]
+
+    assert trained(leaves=True) == trained(leaves=False)
+
+
+def test_what_is_drawn_after_a_loop_depends_on_its_steps_alone(session: photinus.Session) -> None:
+    drawn = []
+    for extra in (0, 3):
+        loop = make()
+        loop._shards._seed = 7  # type: ignore[union-attr]
+        for batch in loop:
+            torch.rand(extra * loop.micro_batch)
+            loop.backward(body(loop, batch))
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1]
+
+
+def test_an_evaluation_draws_numbers_of_its_own(session: photinus.Session) -> None:
+    def noise(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.new_zeros(len(outputs)) + outputs[:, 0]
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return torch.rand(len(batch[0]), 1), batch[1]
+
+    model = photinus.wrap(nn.Linear(FEATURES, CLASSES))
+    before = torch.get_rng_state()
+    first = photinus.evaluate(model, points(16), noise, batch_size=4, forward=forward)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert photinus.evaluate(model, points(16), noise, batch_size=4, forward=forward) == first
+
+
+def test_a_loop_stops_at_a_step_that_no_clock_decides(session: photinus.Session) -> None:
+    loop = make(batch_size=4, epochs=3)
+    for batch in loop:
+        loop.backward(body(loop, batch))
+        if loop.step == 3:
+            loop.stop()
+    assert loop.step == 12  # at the epoch's end
+    loop = make(batch_size=4, epochs=3)
+    for batch in loop:
+        loop.backward(body(loop, batch))
+        if loop.step == 13:
+            loop.stop()
+    assert loop.step == 16
+
+
+def test_losses_of_two_models_add_up_and_a_frozen_one_is_no_hindrance(session: photinus.Session) -> None:
+    first, second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+    a, optimizer_a = photinus.wrap(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    b, optimizer_b = photinus.wrap(second, torch.optim.SGD(second.parameters(), lr=0.1))
+    state = {"b": b, "optimizer_b": optimizer_b}
+    loop = photinus.Loop(a, optimizer_a, points(48), batch_size=12, steps=2, report=QUIET, state=state)
+    for inputs, targets in loop:
+        loop.backward(cross_entropy(b(a(inputs).detach()), targets) * 0.0 + 1.0)
+        b.requires_grad_(False)
+        loop.backward(b(a(inputs)).sum() * 0.0 + 2.0)
+        b.requires_grad_(True)
+        if loop.step_due:
+            optimizer_a.step()
+            optimizer_b.step()
+    assert loop.history[-1]["loss"] == pytest.approx(3.0)
+
+
+def test_a_parameter_without_gradient_is_named_whichever_shard_it_is(session: photinus.Session) -> None:
+    class Branch(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return nn.functional.linear(inputs, self.weight, self.bias if self.calls() else None)
+
+        def calls(self) -> bool:
+            self.count = getattr(self, "count", 0) + 1
+            return self.count != 2
+
+    loop = make(Branch(FEATURES, CLASSES))
+    with pytest.raises(photinus.errors.MissingGradientError, match="bias"):
+        train(loop)
+
+
+def test_the_length_of_a_loader_counts_global_batches(session: photinus.Session) -> None:
+    plain = nn.Linear(FEATURES, CLASSES)
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    batches = photinus.loader(points(48), batch_size=12)
+    before = len(batches)
+    train(photinus.Loop(model, optimizer, batches, epochs=1, report=QUIET))
+    assert len(batches) == before == 4
 
 
 class Counting(nn.Module):

@@ -24,6 +24,7 @@ from ..parallel.exchange.agreement import JSON, check_alike
 from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
 from .checkpoint.states import unwrap
+from .data import rng
 from .data.arguments import whole_number
 from .data.loader import Batch, Loader, make_loader
 from .data.sampler import ShardedOnce
@@ -90,7 +91,8 @@ class Forwards:
                 return None
             batch = next(mine)
             begun = start
-            outputs = forward(model, batch.data)
+            with self._numbers_of(start):
+                outputs = forward(model, batch.data)
             ended = start
             return use(outputs, batch)
 
@@ -105,6 +107,16 @@ class Forwards:
                     for batch in batches_of(self._batches, list(range(min(size, self.samples)))):
                         forward(model, batch.data)
                 yield value
+
+    @contextmanager
+    def _numbers_of(self, start: int) -> Iterator[None]:
+        """With logical shards, a block draws numbers of its own, whichever rank computes it."""
+        if not self._session.logical_shards:
+            yield
+            return
+        with rng.keep_generators():
+            rng.seed_everything(rng.derive_seed(self._session.seed or 0, "block", start))
+            yield
 
     def share(self, value: T | None, take: Callable[[T], object], *, everywhere: bool = False) -> None:
         """Call `take` for what the ranks have in this round, in the order of the blocks: on rank 0, or everywhere."""

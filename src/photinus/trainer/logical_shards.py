@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import PhotinusError
 from ..parallel import DistributedDataParallel, unwrap_compiled
 from ..parallel.exchange.shard_tree import own_shards
 from ..parallel.reducer.shard_sums import ShardSums
 from .data import rng
 from .session.progress import say
 from .session.session import Session
+from .shard_checks import ShardChecks
 from .shard_statistics import ShardStatistics
 from .weighted_means import number_of
 
@@ -34,7 +36,7 @@ class ShardSteps:
     """This rank's shards in the steps of a loop.
 
     Args:
-        models: that the loop trains.
+        models, optimizers: that the loop trains.
         seed: of the run, and of the loop in its session.
         batch_size: samples of a global batch.
 
@@ -46,7 +48,14 @@ class ShardSteps:
         ValueError: a model was not wrapped for shards.
     """
 
-    def __init__(self, session: Session, models: Sequence[nn.Module], seed: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        seed: int,
+        batch_size: int,
+    ) -> None:
         self.shards = session.logical_shards
         self.own = own_shards(session.rank, session.world_size, self.shards)
         self._session, self._seed = session, seed
@@ -68,13 +77,15 @@ class ShardSteps:
                     f"logical_shards={self.shards}), which are few: use fewer shards, a larger batch, or GroupNorm",
                     stacklevel=4,
                 )
+        self._checks = ShardChecks(self._wrapped, optimizers)
         self._batches = 1  # of the running step
         self._body = 0  # in the running step
 
     @property
     def means(self) -> ShardMeans:
         """Return what the loop's ledger asks for the factors of losses."""
-        return ShardMeans(self._session, self._sums, self.own, self.shards, self._statistics.exchange)
+        acts = self._statistics.exchange, self._checks.gradients_came
+        return ShardMeans(self._session, self._sums, self.own, self.shards, *acts)
 
     @property
     def _sums(self) -> list[ShardSums]:
@@ -83,10 +94,22 @@ class ShardSteps:
     def begin(self) -> None:
         """Bodies begin."""
         self._statistics.begin()
+        self._session.before_evaluation.append(self._prepare_evaluation)
 
-    def end(self) -> None:
-        """No more bodies. May be called again."""
+    def end(self, step: int) -> None:
+        """No more bodies, after this step. What is drawn from now on is the same on all numbers of ranks."""
         self._statistics.end()
+        callbacks = self._session.before_evaluation
+        callbacks[:] = [each for each in callbacks if each != self._prepare_evaluation]
+        rng.seed_everything(rng.derive_seed(self._seed, "after step", step))
+
+    def _prepare_evaluation(self) -> None:
+        if not (self._is_last and any(sums.is_exchanged for sums in self._sums)):
+            raise PhotinusError(
+                "an evaluation before the gradients of the step are averaged: with logical_shards, evaluate under "
+                "`if loop.step_due` or `if loop.validation_due`, after loop.backward"
+            )
+        self._statistics.exchange()
 
     def body_began(self, step: int, body: int, batches: int) -> None:
         """The body of a batch begins.
@@ -100,6 +123,8 @@ class ShardSteps:
         place, micro = divmod(body, batches)
         if body == 0:
             self._statistics.begin_step()
+            for model in self._wrapped:
+                model.reducer.is_due = False  # of a forward in the step before that no backward followed
             for sums in self._sums:
                 sums.begin_step()
         if micro == 0:
@@ -110,6 +135,7 @@ class ShardSteps:
         if self._is_last:
             for sums in self._sums:
                 sums.await_last()
+        self._checks.body_began(is_first=body == 0, is_last=self._is_last)
         rng.seed_everything(rng.derive_seed(self._seed, "shard", step, self.own[place], micro))
 
     @property
@@ -120,6 +146,10 @@ class ShardSteps:
         """The body is done, and was not left."""
         place, micro = divmod(self._body, self._batches)
         self._statistics.check()
+        if not self._is_last:
+            self._checks.body_ended()
+        if micro == self._batches - 1:
+            self._checks.shard_ended(is_last=self._is_last)
         if self._is_last:
             self._statistics.exchange()
         elif micro == self._batches - 1:
@@ -136,6 +166,7 @@ class ShardMeans:
         sums: of the loop's models.
         own: this rank's shards, of `shards`.
         before_step: called before each step of an optimizer in a body.
+        gradients_came: called after each backward.
     """
 
     steps_last = True
@@ -147,9 +178,10 @@ class ShardMeans:
         own: range,
         shards: int,
         before_step: Callable[[], None],
+        gradients_came: Callable[[], None],
     ) -> None:
         self._session, self._sums, self._own, self._shards = session, sums, own, shards
-        self.before_step = before_step
+        self.before_step, self.gradients_came = before_step, gradients_came
         self._batches, self._body, self._is_last = 1, 0, False
         self._weight = 0.0  # of the running body
         self._weights: list[float] = []  # of this rank's shards in the running step, but for the running body

@@ -45,7 +45,7 @@ from .record.config import user_options
 from .record.digests import DigestRecord
 from .record.loggers import check_packages
 from .record.run_folder import RunFolder
-from .record.run_numbers import RunNumbers
+from .record.run_numbers import MOST_STEPS, RunNumbers
 from .record.spec import Reporting, RunSpec, Saving, check_options
 from .record.step_clock import StepClock
 from .record.step_losses import ShardLosses, StepLosses
@@ -184,7 +184,8 @@ class Loop:
             if session.logical_shards:
                 seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, self._number)
                 wrapped = [each for each in models[1:] if exchanges_gradients(each)]
-                self._shards = ShardSteps(session, [model, *wrapped], seed, self._loader.batch_size)
+                parts = [model, *wrapped], optimizers
+                self._shards = ShardSteps(session, *parts, seed, self._loader.batch_size)
                 self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
                 training |= {"logical_shards": session.logical_shards}
             batches, shares = self._loader, self._loader.shares
@@ -231,7 +232,7 @@ class Loop:
         self._saved_s, self._save_pause_s = time.monotonic(), _SAVE_AFTER_S
         is_stream = self._loader.shards > 0
         self._parts = 1 if self._shards is None else len(self._shards.own)  # of each global batch on this rank
-        self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader) // self._parts
+        self._batches_per_epoch = sys.maxsize if is_stream else len(self._loader)
         self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
         restored = self._checkpointer.restore(resume, self._batches_per_epoch)
         self._position, self._rng, self.resumed_from = restored.position, restored.numbers, restored.path
@@ -509,6 +510,9 @@ class Loop:
         self._ledger.begin()
         if self._shards is not None:
             self._shards.begin()
+            if self._batches_done:  # a body was left: what earlier ones computed is computed again
+                self._batches_done = 0
+                self._ledger.drop_step()
         self._modes.begin()
         self._checkpointer.snapshots.begin(position.step)
         self._digests.begin(position.step)
@@ -529,7 +533,8 @@ class Loop:
                     step_ended, of_step = self.step_due, self._batches_of_step
                     if self._shards is not None:
                         self._shards.body_began(position.step + 1, self._batches_done, of_step)
-                        self._ledger.gradients_taken()
+                        if self._batches_done % of_step == 0:
+                            self._ledger.gradients_taken()
                     self._ledger.body_began(
                         batch, position.step + 1, self.epoch, batches=of_step,
                         is_first=self._batches_done == 0, may_step=step_ended,
@@ -566,7 +571,7 @@ class Loop:
             clock.stop()
             self._ledger.end()
             if self._shards is not None:
-                self._shards.end()
+                self._shards.end(position.step)
             self._modes.end(is_finished=has_ended)
             self._checkpointer.snapshots.end()
             note_place(f"step {self.step} of {self.steps or 'a stream'} of its loop")
@@ -618,11 +623,15 @@ class Loop:
         # First the numbers: a checkpoint relies on all rows up to it.
         wants_to_leave = self._signals.wants(position.step)
         is_alone = wants_to_leave and self._session.world_size == 1  # nobody else has to exchange
-        if row_ended or epoch_ended or self._save_wanted or keeps or self._numbers.due or is_alone:
-            self._exchange(epoch_ended, wants_to_leave)
+        # When numbers are due depends on the clock, so runs over shards end at steps that do not.
+        may_stop = self._shards is None or row_ended or epoch_ended or position.step % MOST_STEPS == 0
+        is_due = self._numbers.due or (may_stop and self._shards is not None)
+        if row_ended or epoch_ended or self._save_wanted or keeps or is_due or is_alone:
+            self._exchange(epoch_ended, wants_to_leave, may_stop=may_stop)
             if self._suspending and not self._save_wanted:
                 self._save_wanted = True
-                self._exchange(epoch_ended, wants_to_leave)  # compares the ranks before the checkpoint
+                # Compares the ranks before the checkpoint.
+                self._exchange(epoch_ended, wants_to_leave, may_stop=may_stop)
         self._progress.step(samples, position.newest)
         if row_ended:
             self._end_row(epoch_ended)
@@ -644,14 +653,14 @@ class Loop:
             self._checkpointer.take(position)
         self._save_wanted |= self._save_is_due  # after the next step
 
-    def _exchange(self, epoch_ended: bool, wants_to_leave: bool) -> None:
+    def _exchange(self, epoch_ended: bool, wants_to_leave: bool, *, may_stop: bool) -> None:
         """Brings the numbers of all ranks together, and agrees on stopping, saving and suspending."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
         due = due and not saves and self._spec.saving.every_steps is None
-        wishes = self._stop_wanted, due, self._checkpointer.is_written, wants_to_leave
+        wishes = self._stop_wanted and may_stop, due, self._checkpointer.is_written, wants_to_leave
         stops, self._save_is_due, is_written, self._suspending = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )

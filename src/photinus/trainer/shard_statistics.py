@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..errors import PhotinusError
 from ..parallel import DistributedDataParallel
@@ -55,7 +55,6 @@ class ShardStatistics:
 
     def begin(self) -> None:
         """Look at forwards from now on."""
-        self._session.before_evaluation.append(self.exchange)
         for place, norm in enumerate(self.norms):
             self._hooks.append(norm.register_forward_pre_hook(lambda norm, _, place=place: self._lend(place, norm)))
             self._hooks.append(
@@ -66,7 +65,6 @@ class ShardStatistics:
         """Look at no more forwards. May be called again."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._session.before_evaluation[:] = [e for e in self._session.before_evaluation if e != self.exchange]
 
     def begin_step(self) -> None:
         """The first shard of a step comes next."""
@@ -124,10 +122,12 @@ class ShardStatistics:
         for shard in self._of_all(self._statistics):
             for place, statistics in shard:
                 norm: Any = self.norms[place]
-                if norm.num_batches_tracked is not None:
+                is_counted = isinstance(norm, _BatchNorm)  # instance norms count nothing, and have a momentum of 0
+                if is_counted and norm.num_batches_tracked is not None:
                     norm.num_batches_tracked.add_(1)
                 # Without a momentum, the first statistic of a buffer is taken whole.
-                factor = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+                mean_of_all = 1.0 / float(norm.num_batches_tracked) if is_counted and norm.momentum is None else 0.0
+                factor = mean_of_all if norm.momentum is None else norm.momentum
                 if norm.momentum is None:
                     statistics = statistics * factor
                 for running, new in zip((norm.running_mean, norm.running_var), statistics, strict=True):

@@ -179,6 +179,10 @@ class StepLedger(StepWatcher):
         self._gradients.clear()
         self._cleared.clear()
 
+    def drop_step(self) -> None:
+        """Forget the running step, which begins again."""
+        self._losses.drop_step()
+
     def record(self, loss: Tensor, share: float) -> None:
         """See `Loop.record`."""
         check_loss(loss)
@@ -207,6 +211,7 @@ class StepLedger(StepWatcher):
             weighted.backward()
         if weight is not None:
             self._means.backward_ended()
+        self._means.gradients_came()
         self._note_gradients()
         self._clock.backward_ended()
 

@@ -138,6 +138,9 @@ class WeightedMeans:
         if self._batches == 1:
             self._mean, self._shares = None, 0.0
 
+    def gradients_came(self) -> None:
+        """A backward is over, of a loss with or without weight."""
+
     def before_step(self) -> None:
         """An optimizer steps next, in a body."""
 

@@ -440,7 +440,8 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         if options:
             raise PhotinusError(
                 f"register_comm_hook or register_builtin_comm_hook can only be called once, and not with "
-                f"mixed_precision or wire_dtype: {options[0]} is in force. A hook that calls another hook combines two."
+                f"mixed_precision, wire_dtype or logical_shards: {options[0]} is in force. A hook that calls another "
+                f"hook combines two."
             )
         self._comm_hook = (state, hook, name)
         self.reducer.use_exchange(HookExchange(state, hook, self.process_group))

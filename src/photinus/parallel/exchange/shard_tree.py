@@ -67,6 +67,7 @@ def tree_sum(values: Iterable[T], add: Callable[[T, T], T]) -> T:
     return total.complete()
 
 
+@functools.cache
 def roots_of(shards: int, ranks: int) -> list[list[tuple[int, int]]]:
     """By rank, the subtrees (first leaf, end) whose roots it gives away."""
     found = []

@@ -24,6 +24,7 @@ from ...errors import PhotinusError
 from ..exchange.collectives import GroupAverage, Pending, backend_name
 from ..exchange.shard_tree import TreeSum, own_shards, ranks_are_leaves, roots_of, tree_sum
 from ..exchange.tensors import dense_strides
+from .autograd import keep_until_read
 from .buckets import Bucket, Slot
 
 Gradients = list["torch.Tensor | None"]  # by index of the parameter's slot
@@ -69,6 +70,11 @@ class ShardSums:
         with torch.no_grad():
             self._aside.push(shard, shard + 1, gradients)
 
+    @property
+    def is_exchanged(self) -> bool:
+        """Return whether the last shard's gradients have left in this step."""
+        return bool(self._to_come)
+
     def await_last(self) -> None:
         """The backward of this rank's last shard comes next, whose gradients are exchanged."""
         self._to_come = set()
@@ -88,7 +94,8 @@ class ShardSums:
         if bucket.index in self._to_come:
             raise PhotinusError(
                 "a second backward in the body of a step's last shard: with logical_shards, add up the losses of a "
-                "model, and call loop.backward once in each body"
+                "model, and call loop.backward once in each body. For the generator's loss of a GAN, freeze the "
+                "discriminator: discriminator.requires_grad_(False), and True after the backward"
             )
         self._to_come.add(bucket.index)
         if self._shards == self._ranks == self.divisor and self._is_tree_of_backend(bucket.flat.dtype):
@@ -97,13 +104,15 @@ class ShardSums:
             if slot.parameter.grad is not None:
                 _check(slot, slot.parameter.grad)
         roots = self._roots(bucket)
+        if bucket.is_last:  # they would stay until the next step
+            self._aside.roots.clear()
         divisor = torch.tensor(self.divisor, dtype=roots[0].dtype, device=roots[0].device)
         if self._ranks == 1:
             bucket.flat.copy_(roots[0].div_(divisor))
             return _Done()
         if ranks_are_leaves(self._shards, self._ranks) and self._is_tree_of_backend(roots[0].dtype):
             work = cast(Pending, dist.all_reduce(roots[0], group=self._average.group, async_op=True))
-            return _Finish(work, lambda: bucket.flat.copy_(roots[0].div_(divisor)))
+            return _Finish(work, roots, lambda: bucket.flat.copy_(roots[0].div_(divisor)))
         return self._finish_in_pieces(bucket, roots, divisor)
 
     def _roots(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -154,7 +163,7 @@ class ShardSums:
             dist.all_gather(parts, total.complete().div_(divisor), group=group)
             bucket.flat.copy_(whole[:elems])
 
-        return _Finish(cast(Pending, work), finish)
+        return _Finish(cast(Pending, work), [came, pieces, divisor], finish)
 
     def _is_tree_of_backend(self, dtype: torch.dtype) -> bool:
         """Return whether the backend's tree over the ranks is that over their roots. All ranks ask together."""
@@ -182,14 +191,16 @@ class _Done:
 
 
 class _Finish:
-    """A work that is followed by another part."""
+    """A work that is followed by another part, which reads these tensors."""
 
-    def __init__(self, work: Pending, finish: Callable[[], object]) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, work: Pending, reads: Sequence[torch.Tensor], finish: Callable[[], object]) -> None:
+        self._work, self._reads, self._finish = work, reads, finish
 
     @torch.no_grad()
     def wait(self) -> object:
         self._work.wait()
+        for tensor in self._reads:
+            keep_until_read(tensor)  # made in a hook, on the stream of the gradients
         return self._finish()
 
     def is_completed(self) -> bool:

@@ -323,8 +323,8 @@ class Loader:
                 f"the data set had {self.samples} samples when the loader was made, and has {len(self.dataset)} now: "
                 f"make another loader, at the end of an epoch"
             )
-        if start > len(self):
-            raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
+        if start > self.shares.parts:
+            raise ValueError(f"start={start} is beyond the end of the epoch, which has {self.shares.parts} batches")
         return self._slices(epoch, start) if self._tensors is not None else self._fetches(epoch, start)
 
     @property
@@ -502,14 +502,15 @@ class Loader:
         return data if self.device is None else move_tensors(data, self.device)
 
     def _batch(self, data: Any, local: LocalBatch, index: int, *, is_pinned: bool = False) -> Batch:
+        assert not isinstance(self.shares, StreamShares)
         data = self._moved(data, is_pinned=is_pinned)
-        return Batch(data, local.weight, len(local.indices), local.global_samples, index, len(self) - index - 1)
+        return Batch(data, local.weight, len(local.indices), local.global_samples, index, self.shares.parts - index - 1)
 
     def _slices(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield batches that are indexed out of tensors in memory: the values of a loop over samples, faster."""
         assert self._tensors is not None
         assert not isinstance(self.shares, StreamShares)
-        for index in range(start, len(self)):
+        for index in range(start, self.shares.parts):
             local = self.shares.batch(epoch, index)
             data = self._tensors(local.indices)
             yield self._batch(data, local, index)
@@ -521,7 +522,7 @@ class Loader:
 
         def requests() -> Iterator[BatchRequest]:
             # Remembered in the order of the requests, in which torch's DataLoader hands the batches out.
-            for index in range(start, len(shares)):
+            for index in range(start, shares.parts):
                 requested.append(shares.batch(epoch, index))
                 yield BatchRequest(epoch, requested[-1].indices)
 
@@ -531,7 +532,7 @@ class Loader:
         # Workers start here, and read ahead: their requests have to be there before.
         with self._explaining(epoch, start):
             fetched = start_workers(self._data_loader(None, epoch))  # takes the plan
-        for index in range(start, len(self)):
+        for index in range(start, shares.parts):
             if self._workers is not None and this_pass != self._passes:
                 raise PhotinusError(
                     "another pass over this loader began before this one ended: persistent workers serve one pass at a "

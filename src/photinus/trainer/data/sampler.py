@@ -101,6 +101,11 @@ class GlobalBatches:
         """Global batches per epoch, the same number on every rank."""
         return self._full + (0 if self.drop_last or not self._rest else 1)
 
+    @property
+    def parts(self) -> int:
+        """Batches of this rank per epoch."""
+        return len(self)
+
     def batch(self, epoch: int, index: int) -> LocalBatch:
         """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...)."""
         return self.part(epoch, index, self.rank, self.world_size)
@@ -149,15 +154,16 @@ class ShardBatches(GlobalBatches):
                     f"logical_shards={shards} needs one: use a larger batch_size, fewer shards, or drop_last=True"
                 )
 
-    def __len__(self) -> int:
+    @property
+    def parts(self) -> int:
         """Batches of this rank per epoch, over all its shards."""
-        return super().__len__() * len(self._own)
+        return len(self) * len(self._own)
 
     def batch(self, epoch: int, index: int) -> LocalBatch:
         """The rank's batch `index` of an epoch."""
         step, place = divmod(index, len(self._own) * self._accumulate)
         first = step * self._accumulate
-        of_step = min(self._accumulate, super().__len__() - first)
+        of_step = min(self._accumulate, len(self) - first)
         shard, micro = divmod(place, of_step)
         return self.part(epoch, first + micro, self._own[shard], self._shards)
 
@@ -185,6 +191,11 @@ class ShardedOnce:
     def __len__(self) -> int:
         """Batches of this rank."""
         return -(-len(self.indices) // self._share)
+
+    @property
+    def parts(self) -> int:
+        """Batches of this rank."""
+        return len(self)
 
     def batch(self, epoch: int, index: int) -> LocalBatch:
         """This rank's batch `index` (0 <= index < len), the same in every epoch."""

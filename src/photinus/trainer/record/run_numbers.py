@@ -34,7 +34,7 @@ from .step_losses import ShardLosses, StepLosses
 _PHASES, _MEMORY = len(PHASES), len(MEMORY)
 _LINK = 3  # the peer of the slowest link, plus one; its seconds; those of the median one
 _WIDTH = _PHASES + _MEMORY + _LINK
-_MOST_STEPS = 16
+MOST_STEPS = 16
 _PAUSE_S = 1.0
 _WRITTEN_AT_FIRST = 2000  # windows; from then on they get longer, so that a run of days does not fill the disk
 _RANKS_WRITTEN_AT_ONCE = 32
@@ -167,7 +167,7 @@ class RankTimes:
         total_s = float(ranks[:, :_PHASES].sum(dim=1).max())
         if steps:
             longest_s = total_s / steps
-            self.steps_to_next = max(1, min(_MOST_STEPS, int(_PAUSE_S / longest_s))) if longest_s > 0 else _MOST_STEPS
+            self.steps_to_next = max(1, min(MOST_STEPS, int(_PAUSE_S / longest_s))) if longest_s > 0 else MOST_STEPS
         return total_s
 
     def window(self, *, step: int, epoch: int, start: int, at_once: bool) -> Window | None:

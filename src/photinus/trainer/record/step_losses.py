@@ -89,6 +89,10 @@ class StepLosses:
         if not step.batches:
             self._steps.pop()
 
+    def drop_step(self) -> None:
+        """Forget the running step."""
+        self._steps.pop()
+
     def local_row(self) -> list[float]:
         """Two numbers for each of the collected steps: the sum of this rank's losses, and its samples."""
         # Stacked where they are, then one copy to the host.
@@ -179,16 +183,23 @@ class ShardLosses:
         if step.body < 0:
             self._steps.pop()
 
+    def drop_step(self) -> None:
+        """Forget the running step."""
+        self._steps.pop()
+
     def local_row(self) -> list[float]:
         """Two numbers for each shard of each collected step: the sum of losses, and that of weights; 0 for others'."""
         row = [0.0] * (2 * self._shards * len(self._steps))
         parts = [(place, part) for place, step in enumerate(self._steps) for part in step.parts]
         values = torch.stack([part[1] for _, part in parts]).tolist() if parts else []
+        weighed = None
         for (place, (body, _, weight)), value in zip(parts, values, strict=True):
             shard = self._own[body // self._steps[place].batches]
             column = 2 * (place * self._shards + shard)
             row[column] += value if weight else 0.0  # of nothing the mean is nan
-            row[column + 1] += weight
+            # Several losses of a body, of several models, add up: its samples count once.
+            row[column + 1] += weight if weighed != (place, body) else 0.0
+            weighed = place, body
         return row
 
     def take(self, rows: Sequence[Sequence[float]]) -> list[StepLoss]:
