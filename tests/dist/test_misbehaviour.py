@@ -24,7 +24,9 @@ SAID = {
     "other norm_type": ARGUMENTS + "loop.clip in step 4, norm_type=2.0 on rank 0, 1.0 on rank 1. All need",
     "other lr": ARGUMENTS + r"optimizer.step\(\) in step 4, group 1, lr=0.01 on rank 0, 0.05 on rank 1. All need",
     "zero_grad left out": ARGUMENTS + r"before optimizer.step\(\) in step 5, gradients of the step before kept=False",
-    "step left out": "rank 0 made 1 optimizer step, rank 1 made 0|rank 0 called broadcast .* rank 1 called all_reduce",
+    "step left out": (
+        "rank 0 made 1 optimizer step, rank 1 made 0|rank 0 called broadcast .* rank 1 called all_(reduce|gather)"
+    ),
 }
 """What some rank says, by the way in which rank 1 misbehaves: those that were silent under some strategy."""
 

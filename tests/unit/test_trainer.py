@@ -45,7 +45,7 @@ def test_fit_trains_validates_and_leaves_everything_in_out(tmp_path: Path) -> No
     assert result.checkpoint.is_dir()
     assert result.curves == tmp_path / "curves.png"
     assert {path.name for path in tmp_path.iterdir()} == {
-        ".run.lock", "checkpoints", "config.json", "curves.png",
+        ".run.lock", "checkpoints", "config.json", "curves.png", "digests.bin",
         "events.jsonl", "losses.csv", "metrics.csv", "ranks.jsonl",
     }  # fmt: skip
     assert f"right {result.metrics['right']:.4f}" in str(result)

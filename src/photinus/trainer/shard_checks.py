@@ -20,7 +20,7 @@ _BODIES_DIGESTED = 16  # in which values are compared: writes by `.data` are not
 
 
 class ShardChecks:
-    """What the running body has done so far.
+    """The checks of the running body.
 
     Args:
         wrapped: the models.
@@ -113,5 +113,5 @@ class ShardChecks:
 
 
 def _fixed(value: Any) -> Any:
-    """What shows whether a value has changed, without a wait for a GPU."""
+    """Return something that tells whether a value has changed, without a wait for a GPU."""
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value

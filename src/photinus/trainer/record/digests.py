@@ -68,10 +68,6 @@ class DigestRecord:
         self.names = [name for name, _, _ in found.values()]
         self._parameters = [parameter for _, parameter, _ in found.values()]
         self._compares = [compares for _, _, compares in found.values()]
-        shared = [each for each in optimizers if strategy_of(each).splits(each)]
-        elsewhere = {id(p) for each in shared for group in each.param_groups for p in group["params"]}
-        self._values_are_whole = [not is_split(each) for each in self._parameters]
-        self._states_are_whole = [not is_split(each) and id(each) not in elsewhere for each in self._parameters]
         self._last = (0, time.perf_counter())  # step, and moment
 
     def begin(self, step: int) -> None:
@@ -101,7 +97,11 @@ class DigestRecord:
             rows = gather_numbers(rows[0], resolve_group(None))
         if self._is_chosen:
             self._every = max(row[0] for row in rows)
-        is_whole = self._values_are_whole + self._states_are_whole
+        shared = [each for each in self._optimizers if strategy_of(each).splits(each)]
+        # Groups may be added while the run goes on.
+        elsewhere = {id(p) for each in shared for group in each.param_groups for p in group["params"]}
+        is_whole = [not is_split(each) for each in self._parameters]
+        is_whole += [not is_split(each) and id(each) not in elsewhere for each in self._parameters]
         joined = []
         for place, column in enumerate(list(zip(*rows, strict=True))[1:]):
             if is_whole[place] and self._compares[place % len(self.names)] and len(set(column)) > 1:
