@@ -115,7 +115,7 @@ class Forwards:
             yield
             return
         with rng.keep_generators():
-            rng.seed_everything(rng.derive_seed(self._session.seed or 0, "block", start))
+            rng.seed_all_streams(rng.derive_seed(self._session.seed or 0, "block", start))
             yield
 
     def share(self, value: T | None, take: Callable[[T], object], *, everywhere: bool = False) -> None:

@@ -101,7 +101,7 @@ class ShardSteps:
         self._statistics.end()
         callbacks = self._session.before_evaluation
         callbacks[:] = [each for each in callbacks if each != self._prepare_evaluation]
-        rng.seed_everything(rng.derive_seed(self._seed, "after step", step))
+        rng.seed_all_streams(rng.derive_seed(self._seed, "after step", step))
 
     def _prepare_evaluation(self) -> None:
         if not (self._is_last and any(sums.is_exchanged for sums in self._sums)):
@@ -136,7 +136,7 @@ class ShardSteps:
             for sums in self._sums:
                 sums.await_last()
         self._checks.body_began(is_first=body == 0, is_last=self._is_last)
-        rng.seed_everything(rng.derive_seed(self._seed, "shard", step, self.own[place], micro))
+        rng.seed_all_streams(rng.derive_seed(self._seed, "shard", step, self.own[place], micro))
 
     @property
     def _is_last(self) -> bool:

@@ -91,6 +91,16 @@ def seed_host_streams(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def seed_all_streams(seed: int) -> None:
+    """Seeds these, and the generators of CUDA devices where this process uses them: what `torch.manual_seed` seeds.
+
+    That takes 0.6 ms where there is no CUDA, as it keeps a traceback for each kind of device.
+    """
+    seed_host_streams(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextmanager
 def keep_generators() -> Iterator[None]:
     """A block that does not change this process's random numbers, which are the training's."""
