@@ -58,7 +58,7 @@ BUDGET = {
     "templates": 188,
     "tools": 2150,
     "top": 1034,
-    "trainer": 9470,
+    "trainer": 9475,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

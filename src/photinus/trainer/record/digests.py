@@ -21,7 +21,7 @@ from ...errors import ModelMismatchError
 from ...job.world import name_ranks
 from ...parallel import is_replicated, strategy_of, unwrap_compiled
 from ...parallel.exchange.collectives import gather_numbers, resolve_group
-from ...parallel.exchange.verify_models import ranks_by
+from ...parallel.exchange.verify_models import compare_parameters, ranks_by
 from ...parallel.zero.split_states import is_split, own_part
 from ..checkpoint.states import unwrap
 from ..session.session import Session
@@ -111,6 +111,10 @@ class DigestRecord:
 
     def _refuse(self, step: int, place: int, column: Sequence[int]) -> None:
         count = len(self.names)
+        if place < count:  # it raises, with the words that all checks of weights have
+            pairs = zip(self.names, self._parameters, self._compares, strict=True)
+            compared = [(name, parameter.detach()) for name, parameter, compares in pairs if compares]
+            compare_parameters(compared, resolve_group(None), f"after step {step} ")
         what = "the optimizer's state of " * (place >= count) + f"parameter {self.names[place % count]}"
         sides = sorted(ranks_by(column).values(), key=len)
         hosts = ", ".join(sorted({self._session.hosts[rank] for rank in sides[0]}))

@@ -374,19 +374,20 @@ def _check_shards(shards: int, world_size: int) -> None:
 def _compute_exactly() -> Callable[[object], None]:
     """Lets torch compute the same bits each time; returns what sets it back."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark = torch._C._get_cudnn_benchmark()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses; read when it is first used
     torch.set_num_threads(1)  # sums are cut into as many parts, and a launcher gives fewer ranks more threads
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # chooses by time
+    # It chooses by time. torch.backends refuses to set it after `disable_global_flags`.
+    torch._C._set_cudnn_benchmark(False)
     memory.fill_uninitialized_memory = False  # costs a pass over all that is allocated
 
     def set_back(_: object) -> None:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-        torch.backends.cudnn.benchmark = benchmark
+        torch._C._set_cudnn_benchmark(benchmark)
         memory.fill_uninitialized_memory = fill
 
     return set_back
