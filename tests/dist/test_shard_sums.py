@@ -55,7 +55,7 @@ def compare(rank: int, world_size: int) -> None:
                 )
                 model.add_in_shards(shards)
                 assert model.shard_sums is not None
-                for _ in range(2):  # buckets are made anew after the first
+                for _ in range(2):  # the first step rebuilds the buckets
                     _step(model, own_shards(rank, world_size, shards), shards, dtype)
                 model.reducer.stop()
 

@@ -460,9 +460,9 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self.reducer.compare_acts(acts)
 
     def add_in_shards(self, shards: int) -> None:
-        """Adds gradients from now on as those of so many logical shards (see `ShardSums`); a Loop makes the shards.
+        """Add gradients from now on as those of N logical shards (see `ShardSums`). A Loop makes the shards.
 
-        Buffers are left alone: whoever makes the shards keeps them equal.
+        Buffers are not broadcast: the Loop keeps them equal.
         """
         self._logical_shards, self.forward_sync_buffers = shards, False
         self.shard_sums = ShardSums(self.reducer.average, shards)
