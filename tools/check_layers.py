@@ -52,7 +52,7 @@ BUDGET = {
     "cli": 988,
     "compat": 617,
     "job": 2285,
-    "parallel": 5390,
+    "parallel": 5392,
     "run": 3490,
     "runlog": 1125,
     "templates": 188,

@@ -193,6 +193,12 @@ def test_a_communication_hook_is_refused(session: photinus.Session) -> None:
         model.register_comm_hook(None, lambda state, bucket: None)
 
 
+def test_join_is_refused(session: photinus.Session) -> None:
+    model = photinus.wrap(Net())
+    with pytest.raises(PhotinusError, match="with logical_shards each has its own"):
+        model.join()
+
+
 def test_a_model_that_was_not_wrapped_for_shards_is_refused(session: photinus.Session) -> None:
     plain = nn.Linear(FEATURES, CLASSES)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

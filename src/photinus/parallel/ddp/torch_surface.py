@@ -67,6 +67,7 @@ class TorchSurface(Joinable):
         parameters_to_ignore: set[str]
         require_forward_param_sync: bool
         _buffers_in_sync: BufferSync
+        _logical_shards: int
         _comm_hook: tuple[object, CommHook, str] | None
         _join_config: Any
 
@@ -319,7 +320,15 @@ class TorchSurface(Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """Return what `torch.distributed.algorithms.join.Join` calls on ranks without input."""
+        """Return what `torch.distributed.algorithms.join.Join` calls on ranks without input.
+
+        Raises:
+            PhotinusError: gradients are added in logical shards, which every rank has in each step.
+        """
+        if self._logical_shards:
+            raise PhotinusError(
+                "join() lets ranks run out of batches, but with logical_shards each has its own to the end"
+            )
         divide = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self, divide_by_initial_world_size=divide)
 
