@@ -13,6 +13,7 @@
     ├── UnsuitableModelError       (also ValueError) the model or an argument cannot be wrapped
     ├── MissingGradientError       a parameter that is averaged over the ranks got no gradient in backward
     ├── NonFiniteGradientError     a gradient holds NaN or infinity
+    ├── FaultyHardwareError        an audit found that this rank computes wrong, or that one of two ranks does
     ├── LoaderTimeoutError         (also TimeoutError) the loader's workers gave no batch in time
     ├── WorldSizeError             the world size differs from the launcher's
     ├── HostError                  (also OSError) this host lacks or refuses memory, an address or CUDA
@@ -36,6 +37,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
     "DeviceError",
+    "FaultyHardwareError",
     "HostError",
     "LaunchError",
     "LoaderTimeoutError",
@@ -119,6 +121,13 @@ class MissingGradientError(PhotinusError):
 
 class NonFiniteGradientError(PhotinusError):
     """A gradient holds NaN or infinity. Raised on every rank; the message names the first rank and parameter."""
+
+
+class FaultyHardwareError(PhotinusError):
+    """An audit (`audit_every`) found that this rank computes wrong, or that one of two ranks does.
+
+    The other ranks raise PeerLostError with the same message.
+    """
 
 
 class UnsuitableModelError(PhotinusError, ValueError):

@@ -172,6 +172,11 @@ class Death:
         return self.raised is not None and self.raised.suspended
 
     @property
+    def is_faulty(self) -> bool:
+        """Return whether an audit found that the worker may compute wrong."""
+        return self.raised is not None and self.raised.type_name == "FaultyHardwareError"
+
+    @property
     def signal_name(self) -> str | None:
         """SIGKILL and the like, None for a process that left by itself."""
         return name_signal(-self.status) if self.status < 0 else None

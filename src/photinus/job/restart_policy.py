@@ -110,6 +110,8 @@ def reason_to_stop(now: Report, earlier: Sequence[Report], *, unknown: bool = Fa
                                          step of the run that an earlier attempt had reached. Steps that each process
                                          counts from 0 do not tell how far a script is that resumes by itself
 
+    An audit's error says that nothing computed here can be relied on, whatever the step.
+
     A rank that ended with exit code 0 while others still needed it made no mistake that they could see, and does the
     same again: it has fewer batches, or leaves its loop alone.
 
@@ -123,6 +125,8 @@ def reason_to_stop(now: Report, earlier: Sequence[Report], *, unknown: bool = Fa
         return f"{name_ranks(now.finished, 8)} exited with code 0 while others had more to do. This would happen again"
     if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
         return None
+    if now.cause.is_faulty:
+        return "an audit found that this hardware may compute wrong"
     name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
     if not unknown and not any(attempt.steps for attempt in (*earlier, now)):
         return f"{name} before the first training step would happen again"

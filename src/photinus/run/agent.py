@@ -145,7 +145,7 @@ class Agent:
                     return None
                 answer: Order | Verdict = order
                 if order == "stop":
-                    answer = self._report(processes, oom_before)
+                    answer = self._report(processes, oom_before, members.attempt)
                 else:
                     self._regroup(processes, order, members.attempt)
                 self._end(signal.SIGTERM, self._grace_s)
@@ -216,8 +216,12 @@ class Agent:
             if processes.any_failed():
                 return "stop"
 
-    def _report(self, processes: Processes, oom_before: OomKills | None) -> Verdict | Order:
-        """Ends the workers after a failure and tells the peers how they ended; returns what follows."""
+    def _report(self, processes: Processes, oom_before: OomKills | None, attempt: int) -> Verdict | Order:
+        """Ends the workers after a failure and tells the peers how they ended; returns what follows.
+
+        Raises:
+            JobEndedError: an audit found that this host computes wrong, and others go on without it.
+        """
         # Ranks that suspend leave at about the same time, each when it is done with what it has open.
         quiet_s = self._grace_s if processes.suspensions() else 0.0
         processes.wait_for_reasons(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
@@ -227,6 +231,12 @@ class Agent:
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
             self._output.add_to_log(death.rank, exit_message(death))
+        if any(death.is_faulty for death in deaths) and not isinstance(self._peers, OneHost):
+            reason = "left the job: an audit found that it may compute wrong"
+            text = failure_text(deaths, finished=finished, attempt=attempt, next_step=f"this host {reason}")
+            self._output.say(text, alarm=True)
+            self._peers.leave(reason, 1)
+            raise JobEndedError(f"this host {reason}")
         steps, saved, oom = processes.steps(), processes.saved_step(), oom_since(oom_before)
         report = Report(deaths, finished, steps, saved, oom, processes.out())
         return self._peers.verdict_on(report, self._raise_if_interrupted)

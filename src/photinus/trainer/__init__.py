@@ -8,6 +8,7 @@ averages     averages of the weights, and the statistics of their batch norms
 step_ledger  the backwards, losses and optimizer steps of a loop's step; and backward in a loop of your own
 weighted_means  losses that are means over tokens or class weights, which differ in number on each rank
 logical_shards  the steps of a loop whose batches are cut into logical shards
+audit        a batch of another rank computed again, to find hardware that computes wrong
 shard_checks  the checks of the bodies of logical shards
 shard_statistics  the buffers of models in a step of logical shards
 objective    from a batch to its loss, and the weight of that

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from ..errors import PhotinusError
 from ..parallel import DistributedDataParallel, unwrap_compiled
 from ..parallel.exchange.shard_tree import own_shards
 from ..parallel.reducer.shard_sums import ShardSums
+from .audit import Audit
 from .data import rng
+from .data.loader import Batch
 from .session.progress import say
 from .session.session import Session
 from .shard_checks import ShardChecks
@@ -39,10 +41,12 @@ class ShardSteps:
         models, optimizers: that the loop trains.
         seed: of the run, and of the loop in its session.
         batch_size: samples of a global batch.
+        audit_every: see `Loop`.
 
     Attributes:
         shards: into how many each batch is cut.
         own: those of this rank.
+        audit: of other ranks' batches; None for none.
 
     Raises:
         ValueError: a model was not wrapped for shards.
@@ -55,6 +59,7 @@ class ShardSteps:
         optimizers: Sequence[torch.optim.Optimizer],
         seed: int,
         batch_size: int,
+        audit_every: int | Literal["auto"] | None,
     ) -> None:
         self.shards = session.logical_shards
         self.own = own_shards(session.rank, session.world_size, self.shards)
@@ -78,21 +83,25 @@ class ShardSteps:
                     stacklevel=4,
                 )
         self._checks = ShardChecks(self._wrapped, optimizers)
+        self.audit = None if audit_every is None else Audit(session, self._wrapped, audit_every, self.shards)
         self._batches = 1  # of the running step
         self._body = 0  # in the running step
+        self._is_audited = False  # the running body
 
     @property
     def means(self) -> ShardMeans:
         """Return what the loop's ledger asks for the factors of losses."""
-        acts = self._statistics.exchange, self._checks.gradients_came
+        acts = self._before_step, self._checks.gradients_came
         return ShardMeans(self._session, self._sums, self.own, self.shards, *acts)
 
     @property
     def _sums(self) -> list[ShardSums]:
         return [each.shard_sums for each in self._wrapped if each.shard_sums is not None]
 
-    def begin(self) -> None:
-        """Bodies begin."""
+    def begin(self, step: int) -> None:
+        """Bodies begin, after this step."""
+        if self.audit is not None:
+            self.audit.begin(step)
         self._statistics.begin()
         self._session.before_evaluation.append(self._prepare_evaluation)
 
@@ -111,6 +120,33 @@ class ShardSteps:
             )
         self._statistics.exchange()
 
+    def _before_step(self) -> None:
+        """Do what all ranks do once in a step, when its gradients are there."""
+        if self.audit is not None:
+            self.audit.compare()
+        self._statistics.exchange()
+
+    def audited(self, step: int, body: int, batches: int, batch: Batch) -> tuple[int, Batch] | None:
+        """Return another rank, and its batch, which the body has to compute before this one; None for none."""
+        place, micro = divmod(body, batches)
+        self._is_audited = self.audit is not None and micro == 0 and place == self.audit.place_due(step)
+        return self.audit.exchange(step, place, batch) if self._is_audited and self.audit is not None else None
+
+    def again_began(self, step: int, rank: int) -> None:
+        """The body of another rank's batch begins."""
+        assert self.audit is not None
+        self._begin_shard(self.audit.place)
+        self._checks.body_began(is_first=False, is_last=False)
+        shard = own_shards(rank, self._session.world_size, self.shards)[self.audit.place]
+        rng.seed_all_streams(rng.derive_seed(self._seed, "shard", step, shard, 0))
+
+    def again_ended(self) -> None:
+        """The body of another rank's batch is done."""
+        assert self.audit is not None
+        self._statistics.check()
+        self._checks.body_ended()
+        self.audit.computed_again()
+
     def body_began(self, step: int, body: int, batches: int) -> None:
         """The body of a batch begins.
 
@@ -128,15 +164,20 @@ class ShardSteps:
             for sums in self._sums:
                 sums.begin_step()
         if micro == 0:
-            self._statistics.begin_shard(place)
-            for model in self._wrapped:  # those of the step before are no part of this one's
-                for slot in model.reducer.slots:
-                    slot.parameter.grad = None
+            self._begin_shard(place)
+        if self.audit is not None:
+            self.audit.watch(leaving=self._is_audited and self._is_last)
         if self._is_last:
             for sums in self._sums:
                 sums.await_last()
         self._checks.body_began(is_first=body == 0, is_last=self._is_last)
         rng.seed_all_streams(rng.derive_seed(self._seed, "shard", step, self.own[place], micro))
+
+    def _begin_shard(self, place: int) -> None:
+        self._statistics.begin_shard(place)
+        for model in self._wrapped:  # those of the step before are no part of this one's
+            for slot in model.reducer.slots:
+                slot.parameter.grad = None
 
     @property
     def _is_last(self) -> bool:
@@ -148,10 +189,12 @@ class ShardSteps:
         self._statistics.check()
         if not self._is_last:
             self._checks.body_ended()
+            if self._is_audited and self.audit is not None:
+                self.audit.computed_own()
         if micro == self._batches - 1:
             self._checks.shard_ended(is_last=self._is_last)
         if self._is_last:
-            self._statistics.exchange()
+            self._before_step()
         elif micro == self._batches - 1:
             for model, sums in zip(self._wrapped, self._sums, strict=True):
                 sums.put_aside(self.own[place], model.reducer.slots)

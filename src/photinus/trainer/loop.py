@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from ..parallel.exchange.agreement import JSON, check_alike, together
 from ..parallel.tracing.spans import span
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
+from .audit import Audit
 from .averages import Average
 from .checkpoint.position import Length
 from .checkpointer import Checkpointer, wait_for_writer
@@ -104,6 +105,10 @@ class Loop:
             ten minutes; the newest two.
         report: a `photinus.Reporting`: what rank 0 shows, and the script's own options. Default: progress and
             `curves.png`.
+        audit_every: with logical shards, every N steps each rank computes a batch of another rank again, and gradients
+            are compared; "auto": as often as costs 1 % of the time. To the body it is one more batch, with
+            `micro_batch` 0, of which no loss is logged. A rank whose hardware computes wrong is named, and the loop
+            ends. None (the default): no audits.
 
     All ranks check that they hold the same parameters, before each checkpoint and as often as costs at most 0.5 % of
     the time. If they should differ for a while (local SGD): `photinus.wrap(..., check_ranks=False)`.
@@ -142,6 +147,7 @@ class Loop:
         validate_every_steps: int | None = None,
         save: Saving | None = None,
         report: Reporting | None = None,
+        audit_every: int | Literal["auto"] | None = None,
         _body: Mapping[str, JSON] | None = None,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
@@ -156,8 +162,13 @@ class Loop:
             # They need neither model nor data, and one error lists all that is wrong with them.
             check_options(
                 epochs=epochs, steps=steps, out=out, resume=resume, state=state, save=save, report=report,
-                validate_every_steps=validate_every_steps, accumulate=accumulate,
+                validate_every_steps=validate_every_steps, accumulate=accumulate, audit_every=audit_every,
             )  # fmt: skip
+            if audit_every is not None and not session.logical_shards:
+                raise ValueError(
+                    f"audit_every={audit_every!r} compares what two ranks compute of one batch. That has the same bits "
+                    f"with logical shards only: give photinus.init(logical_shards=...), too"
+                )
             if session.is_main:
                 check_packages(report.loggers)
             places = session.logical_shards or session.world_size
@@ -185,7 +196,7 @@ class Loop:
                 seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, self._number)
                 wrapped = [each for each in models[1:] if exchanges_gradients(each)]
                 parts = [model, *wrapped], optimizers
-                self._shards = ShardSteps(session, *parts, seed, self._loader.batch_size)
+                self._shards = ShardSteps(session, *parts, seed, self._loader.batch_size, audit_every)
                 self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
                 training |= {"logical_shards": session.logical_shards}
             batches, shares = self._loader, self._loader.shares
@@ -195,7 +206,7 @@ class Loop:
         # A rank with other options would train on in silence. Here the error has both values.
         alike: dict[str, JSON] = {**spec.to_dict(), "resume": str(resume), "out": str(out)}
         alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
-        alike["shards"] = self._loader.shards
+        alike |= {"shards": self._loader.shards, "audit_every": audit_every}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._loader.compare_samples("training data")
         self._replicas = Replicas(session, models, optimizers)
@@ -244,6 +255,7 @@ class Loop:
         self.epochs = length.epochs if is_stream else length.epochs_of(*of_epoch)
         self.steps = length.steps if is_stream else length.steps_of(*of_epoch)
         self._batch: Batch | None = None  # the one whose body runs
+        self._is_again = False  # the running batch, which is another rank's
         self._batches_done = 0  # of the running step
         self._validated_s = self._session.aside_s
         self._save_wanted = restored.is_unsaved
@@ -300,8 +312,9 @@ class Loop:
     @property
     def micro_batch(self) -> int:
         """Return the number of the running batch in its step, from 1; between bodies, of those done. The last one has
-        the number `accumulate`, times the number of this rank's logical shards."""
-        return self._batches_done + (self._batch is not None)
+        the number `accumulate`, times the number of this rank's logical shards. 0 for another rank's batch
+        (`audit_every`)."""
+        return 0 if self._is_again else self._batches_done + (self._batch is not None)
 
     @property
     def step_due(self) -> bool:
@@ -509,7 +522,7 @@ class Loop:
         clock.start()
         self._ledger.begin()
         if self._shards is not None:
-            self._shards.begin()
+            self._shards.begin(position.step)
             if self._batches_done:  # a body was left: what earlier ones computed is computed again
                 self._batches_done = 0
                 self._ledger.drop_step()
@@ -527,10 +540,15 @@ class Loop:
                 start = position.batches_done * self._parts + self._batches_done
                 batches = self._loader.epoch(position.epochs_done, start, look_ahead=self._accumulate)
                 while (batch := self._next(batches)) is not None:
-                    self._batch = batch
                     if self._loader.shards:  # as many are read ahead as can be in a step
                         self._batches_per_epoch = batch.index + 1 + batch.to_come
-                    step_ended, of_step = self.step_due, self._batches_of_step
+                    of_step = self._batches_of_step
+                    if self._shards is not None:
+                        others = self._shards.audited(position.step + 1, self._batches_done, of_step, batch)
+                        if others is not None:
+                            yield from self._computed_again(*others, is_first=self._batches_done == 0)
+                    self._batch = batch
+                    step_ended = self.step_due
                     if self._shards is not None:
                         self._shards.body_began(position.step + 1, self._batches_done, of_step)
                         if self._batches_done % of_step == 0:
@@ -547,6 +565,8 @@ class Loop:
                     self._ledger.body_ended()
                     if self._shards is not None:
                         self._shards.body_ended()
+                        if self._shards.audit is not None and self._shards.audit.doubts:
+                            yield from self._decided(self._shards.audit)
                     samples = batch.global_samples if self._batches_done < of_step else 0  # once, and not in each part
                     position.samples_in_part += samples
                     self._batches_done += 1
@@ -581,6 +601,37 @@ class Loop:
             self._progress.close()
             self._signals.close()
             wait_for_writer()  # left early
+
+    def _computed_again(self, rank: int, batch: Batch, *, is_first: bool) -> Iterator[Any]:
+        """Have the body compute another rank's batch, which does not count."""
+        assert self._shards is not None
+        step = self._position.step + 1
+        self._batch, self._is_again = batch, True
+        self._shards.again_began(step, rank)
+        self._ledger.gradients_taken()
+        self._ledger.body_began(
+            batch, step, self.epoch, batches=self._batches_of_step, is_first=is_first, may_step=False
+        )
+        try:
+            with self._gathering():
+                yield batch.data
+        finally:
+            self._is_again = False
+        self._batch = None
+        self._ledger.body_ended(is_left=True)
+        self._shards.again_ended()
+
+    def _decided(self, audit: Audit) -> Iterator[Any]:
+        """Have third ranks compute the batches of which two ranks computed other gradients. Always raises in the end.
+
+        Raises:
+            FaultyHardwareError, PeerLostError: see `Audit.fail`.
+        """
+        for doubt in audit.doubts:
+            if batch := audit.ask_third(doubt):
+                yield from self._computed_again(doubt.owner, batch, is_first=True)
+            audit.decide(doubt)
+        audit.fail()
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:

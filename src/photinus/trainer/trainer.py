@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class Trainer:
             parameters and optimizer in float32. With float16 the loss is scaled by a torch.amp.GradScaler, or by the
             one that is given here. All ranks skip a step in which a gradient of any is not finite; rows have the
             columns loss_scale and skipped_steps.
-        out, resume, save, report: as for `photinus.Loop`.
+        out, resume, save, report, audit_every: as for `photinus.Loop`.
         metrics: functions (outputs, targets) -> one value per sample, shape [n], by name, measured on the validation
             set. `valid_loss` is always measured.
         strategy: a name in `photinus.parallel.STRATEGIES`; see `photinus.wrap`. Default: "ddp".
@@ -143,6 +143,7 @@ class Trainer:
         save: Saving | None = None,
         report: Reporting | None = None,
         logical_shards: int | None = None,
+        audit_every: int | Literal["auto"] | None = None,
     ) -> None:
         self._best = save.best if isinstance(save, Saving) else None
         self._loop_options: dict[str, Any] = {
@@ -155,6 +156,7 @@ class Trainer:
             "validate_every_steps": validate_every_steps,
             "save": Saving() if save is None else save,
             "report": Reporting() if report is None else report,
+            "audit_every": audit_every,
         }
         self._scaler = precision if isinstance(precision, torch.amp.GradScaler) else None
         precision = "float16" if isinstance(precision, torch.amp.GradScaler) else precision

@@ -38,6 +38,7 @@ class ShardSums:
 
     Attributes:
         divisor: of the sum over all shards; V for means over shards of one size.
+        before_exchange: called with each bucket of the last shard's backward, before it leaves.
     """
 
     averages = True
@@ -47,6 +48,7 @@ class ShardSums:
         self._rank, self._ranks = average.group.rank(), average.world_size
         self.own = own_shards(self._rank, self._ranks, shards)
         self.divisor: float = shards
+        self.before_exchange: Callable[[Bucket], None] | None = None
         self._aside: TreeSum[Gradients] = TreeSum(shards, _add)
         self._to_come: set[int] | None = None  # buckets of the last shard's backward that have left; None: not yet
         self._fits: dict[torch.dtype, bool] = {}
@@ -98,6 +100,8 @@ class ShardSums:
                 "discriminator: discriminator.requires_grad_(False), and True after the backward"
             )
         self._to_come.add(bucket.index)
+        if self.before_exchange is not None:
+            self.before_exchange(bucket)
         if self._shards == self._ranks == self.divisor and self._is_tree_of_backend(bucket.flat.dtype):
             return self._average.start(bucket.flat)
         for slot in bucket.slots:
@@ -122,7 +126,7 @@ class ShardSums:
         def add(left: torch.Tensor | Gradients, right: torch.Tensor | Gradients) -> torch.Tensor:
             assert isinstance(right, torch.Tensor)
             assert not isinstance(left, torch.Tensor)
-            torch._foreach_add_(_places(bucket, right), _of_bucket(bucket, left))
+            torch._foreach_add_(places_in(bucket, right), _of_bucket(bucket, left))
             return right
 
         sums: TreeSum[torch.Tensor | Gradients] = TreeSum(self._shards, add)
@@ -132,7 +136,7 @@ class ShardSums:
         for _, _, value in sums.roots:
             if not isinstance(value, torch.Tensor):
                 root = torch.zeros_like(flat)
-                torch._foreach_copy_(_places(bucket, root), _of_bucket(bucket, value))
+                torch._foreach_copy_(places_in(bucket, root), _of_bucket(bucket, value))
                 value = root
             roots.append(value)
         return roots
@@ -230,7 +234,7 @@ def _alone(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.add_(0.0)
 
 
-def _places(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+def places_in(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     """The places of a bucket's gradients, in other memory of its layout."""
     return [
         flat.as_strided(slot.parameter.shape, dense_strides(slot.parameter), flat.storage_offset() + offset)

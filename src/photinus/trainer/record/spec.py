@@ -114,11 +114,12 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 def check_options(**options: Any) -> None:
     """Refuses options of a Loop that cannot be right, all at once, and before model and data set are looked at."""
-    every, report = options["validate_every_steps"], options["report"]
+    every, report, audit = options["validate_every_steps"], options["report"], options["audit_every"]
     with checking() as check:
         check.call(Length, options["epochs"], options["steps"])
         check.call(whole_number, "accumulate", options["accumulate"], least=1)
         check.call(whole_number, "validate_every_steps", 1 if every is None else every, least=1)
+        check.call(whole_number, "audit_every", 1 if audit in (None, "auto") else audit, least=1)
         for name, (kind, text) in _KINDS.items():
             value = options[name]
             check(value is None or isinstance(value, kind), f"{name}={value!r}: needs {text}", TypeError)

@@ -1,0 +1,156 @@
+"""A rank that computes wrong is named by an audit: the other ranks compute the same batch, with the same bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import photinus
+from photinus.errors import PhotinusError
+from tests.ranks import run_ranks, values
+from tests.small_run import QUIET, Net, points
+
+STEP = 5
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    shards: int,
+    wrong: int = 0,
+    when: str = "own",
+    strategy: str = "ddp",
+    accumulate: int = 1,
+    is_stream: bool = False,
+    every: int = 1,
+    weighs: bool = False,
+) -> str:
+    """Train with a bit flipped in step 5; return the error.
+
+    Args:
+        when: in whose batches the rank computes wrong: its own ones, those of others, or both; or "state", where each
+            body has another result.
+    """
+    with photinus.init(device="cpu", seed=5, logical_shards=shards):
+        plain = Net()
+        model, optimizer = photinus.wrap(plain, torch.optim.Adam(plain.parameters(), lr=0.01), strategy=strategy)
+        data: Any = stream if is_stream else points(96)
+        loop = photinus.Loop(
+            model, optimizer, photinus.loader(data, batch_size=24), steps=9, accumulate=accumulate, report=QUIET,
+            audit_every=every,
+        )  # fmt: skip
+        bodies = 0
+
+        def flip(gradient: Tensor) -> Tensor:
+            is_own = loop.micro_batch > 0
+            if when == "state" or (
+                rank == wrong and loop.step == STEP and when in ("both", "own" if is_own else "other")
+            ):
+                gradient = gradient.clone()
+                gradient.view(torch.int32).view(-1)[3] ^= 1 << (bodies + rank) % 20 if when == "state" else 1 << 9
+            return gradient
+
+        weight = dict(plain.named_parameters())["0.weight"]
+        weight.register_hook(flip)
+        before = weight.detach().clone()
+        try:
+            for inputs, targets in loop:
+                bodies += 1
+                loss = cross_entropy(model(inputs), targets)
+                loop.backward(loss, weight=2.0 * len(targets) if weighs else None)
+                if loop.step_due:
+                    before = weight.detach().clone()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except PhotinusError as error:
+            text = f"{type(error).__name__}: {error}"
+        else:
+            return "finished"
+        if world_size > 2:
+            assert torch.equal(weight, before), "the weights have made a step"
+        with pytest.raises(PhotinusError, match=r"^audit of step"):  # it would go on with what may be wrong
+            next(iter(loop))
+        return text
+
+
+def stream(shard: int, shards: int) -> Iterator[Any]:
+    data = points(96)
+    return (data[index] for index in range(shard, 96, shards))
+
+
+def errors(ranks: int, **options: Any) -> list[str]:
+    return list(
+        values(run_ranks(f"{__name__}:train", world_size=ranks, backend="photinus", arguments=options, timeout_s=90))
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, {"shards": 3, "wrong": 1}),
+        (3, {"shards": 3, "wrong": 0, "when": "other"}),
+        (3, {"shards": 3, "wrong": 2, "when": "both", "weighs": True}),
+        (3, {"shards": 8, "wrong": 2, "strategy": "zero1"}),
+        (3, {"shards": 4, "wrong": 1, "accumulate": 2, "when": "both"}),
+        (4, {"shards": 4, "wrong": 3, "is_stream": True, "every": 5}),
+        (5, {"shards": 5, "wrong": 0}),
+    ],
+)
+def test_the_rank_that_computes_wrong_is_named_on_all_ranks(ranks: int, options: dict[str, Any]) -> None:
+    wrong = options["wrong"]
+    for rank, text in enumerate(errors(ranks, **options)):
+        kind = "FaultyHardwareError" if rank == wrong else "PeerLostError"
+        names = rf"rank {wrong} \(host [^)]*, cpu\) computed other gradients of the same batch than ranks"
+        assert re.match(rf"{kind}: audit of step {STEP}: {names}.*\(parameter 0.weight\)", text), text
+
+
+def test_of_two_ranks_nobody_can_tell_which_is_wrong() -> None:
+    for text in errors(2, shards=2, wrong=1):
+        both = r"rank 0 \(host [^)]*\) and rank 1 \(host [^)]*\) computed other gradients"
+        assert re.match(rf"FaultyHardwareError: audit of step {STEP}: {both}.*nobody can tell", text), text
+
+
+def test_a_body_with_a_state_of_its_own_is_blamed_on_no_rank() -> None:
+    for text in errors(3, shards=3, when="state"):
+        assert re.match("FaultyHardwareError: audit of step 1: .*keeps a state of its own", text), text
+
+
+def test_a_step_without_an_audit_is_not_compared() -> None:
+    assert set(errors(3, shards=3, wrong=1, every=4)) == {"finished"}
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index))
+
+
+class Own:
+    def __init__(self, samples: list[Tensor]) -> None:
+        self.samples = torch.stack(samples)
+
+
+def train_on_objects(rank: int, world_size: int) -> str:
+    with photinus.init(device="cpu", seed=5, logical_shards=2):
+        plain = torch.nn.Linear(4, 1)
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+        data = photinus.loader(Samples(), batch_size=4, collate_fn=Own)
+        loop = photinus.Loop(model, optimizer, data, steps=2, report=QUIET, audit_every=1)
+        with pytest.raises(TypeError) as caught:
+            next(iter(loop))
+        return str(caught.value)
+
+
+def test_a_batch_that_cannot_travel_is_refused_with_what_can() -> None:
+    function = f"{__name__}:train_on_objects"
+    for text in values(run_ranks(function, world_size=2, backend="photinus", timeout_s=60)):
+        assert "This batch (Own) has something else" in text
