@@ -231,6 +231,56 @@ def test_a_lost_host_is_gone_on_without_where_hosts_may_go(hosts, tmp_path, how)
     assert_ended_well(*left)
 
 
+AUDITED = (
+    NOTE
+    + """
+import torch, photinus
+from torch.nn.functional import cross_entropy
+from tests.small_run import Net, points
+
+with photinus.init(device="cpu", seed=3, logical_shards=4) as session:
+    plain = Net()
+    model, optimizer = photinus.wrap(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    loop = photinus.Loop(
+        model, optimizer, points(96), batch_size=24, epochs=4, out=folder / "out", audit_every=1,
+        save=photinus.Saving(every_steps=3),
+    )
+    wrong = session.world_size == 4 and session.rank == 3
+
+    def flip(gradient):
+        if wrong and loop.step == 6 and loop.micro_batch:
+            gradient = gradient.clone()
+            gradient.view(torch.int32)[0, 0] ^= 1 << 20
+        return gradient
+
+    plain[0].weight.register_hook(flip)
+    for inputs, targets in loop:
+        loop.backward(cross_entropy(model(inputs), targets))
+        if loop.step_due:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize("nnodes", ["1:2", "2"])
+def test_a_host_that_computes_wrong_is_named_and_gone_on_without_where_hosts_may_go(hosts, tmp_path, nnodes):
+    path, root = script(tmp_path, AUDITED), str(Path(__file__).parents[2])
+    jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes=nnodes, PYTHONPATH=root) for index in (0, 1)]
+    ends = [job.end() for job in jobs]
+    assert [end.code for end in ends] == [0 if nnodes == "1:2" else 1, 1], ends
+    wrong = "rank 3 (host host-1, cpu) computed other gradients of the same batch than ranks "
+    assert f"FaultyHardwareError: audit of step 6: {wrong}" in ends[1].err
+    assert "this host left the job: an audit found that it may compute wrong" in ends[1].err
+    assert "host host-1 (192.168.78.2) left the job: an audit found that it may compute wrong" in ends[0].err
+    if nnodes == "1:2":
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        assert HostJob(hosts[0], tmp_path, ["--cpu", path, alone], PYTHONPATH=root).end().code == 0
+        verified = [sys.executable, "-m", "photinus", "verify", tmp_path / "out", alone / "out"]
+        assert subprocess.run(verified, timeout=60).returncode == 0
+
+
 def test_a_host_that_was_cut_off_too_long_costs_one_restart_and_comes_back(hosts, tmp_path):
     path = script(tmp_path, TRAIN)
     words = ["--rdzv-conf", "heartbeat_timeout=5", path, tmp_path]

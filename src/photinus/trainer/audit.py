@@ -27,11 +27,12 @@ from ..parallel.exchange.tensors import map_tensors, move_tensors
 from ..parallel.reducer.buckets import Bucket
 from ..parallel.reducer.shard_sums import places_in
 from .data.loader import Batch
-from .record.digests import element_digest
+from .record.digests import element_digest, steps_apart
+from .session.progress import say
 from .session.session import Session
 
 _COST = 0.01
-_FIRST, _MOST_STEPS = 16, 1 << 16
+_FIRST = 16
 _MASK = (1 << 63) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -83,6 +84,8 @@ class Audit:
         self._session, self._wrapped = session, wrapped
         self._rank, self._ranks = session.rank, session.world_size
         self._is_chosen, self._every = every == "auto", _FIRST if every == "auto" else every
+        if session.world_size == 1:
+            say(f"note: audit_every={every} makes no audits, since no other process is there")
         self._places = shards // session.world_size  # that all ranks have
         self._slots = [slot for model in wrapped for slot in model.reducer.slots]
         self._has_sent = False
@@ -168,7 +171,10 @@ class Audit:
         began, count = time.perf_counter(), len(self._slots)
         numbers: list[int] = torch.stack([*self._own, *self._again]).tolist()
         own, again = numbers[:count], numbers[count:]
-        rows = gather_numbers([self._wanted(began), _total(own), _total(again)], resolve_group(None))
+        cost_s = self._cost_s + time.perf_counter() - began
+        step_s = (began - self._last[1] - self._cost_s) / max(1, self._step - self._last[0])
+        row = [steps_apart(cost_s, step_s, _COST), _total(own), _total(again)]
+        rows = gather_numbers(row, resolve_group(None))
         if self._is_chosen:
             self._every = max(row[0] for row in rows)
         since, self._last = self._last[0], (self._step, time.perf_counter())
@@ -184,15 +190,6 @@ class Audit:
             self._decided = [(self.doubts[0], None)]
             self.fail()
         self._weights = [slot.parameter.detach().clone() for slot in self._slots]
-
-    def _wanted(self, now: float) -> int:
-        """Return how many steps to have from audit to audit, by this rank's clock."""
-        cost_s = self._cost_s + time.perf_counter() - now
-        step_s = (now - self._last[1] - self._cost_s) / max(1, self._step - self._last[0])
-        every = 1
-        while every < _MOST_STEPS and cost_s > _COST * every * max(1e-9, step_s):
-            every *= 2
-        return every
 
     @torch.no_grad()
     def ask_third(self, doubt: Doubt) -> Batch | None:

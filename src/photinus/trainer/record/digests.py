@@ -40,6 +40,14 @@ def element_digest(tensor: Any) -> torch.Tensor:
     return values.view(_WORDS[values.dtype.itemsize]).sum(dtype=torch.int64)
 
 
+def steps_apart(cost_s: float, step_s: float, share: float) -> int:
+    """Return the power of two of steps from one such cost to the next that takes at most this share of the time."""
+    every = 1
+    while every < _MOST_STEPS and cost_s > share * every * step_s:
+        every *= 2
+    return every
+
+
 class DigestRecord:
     """The digests of a loop's models and optimizers.
 
@@ -87,12 +95,9 @@ class DigestRecord:
         began = time.perf_counter()
         own = self._digests()
         now = time.perf_counter()
-        step_s = max(1e-9, (began - self._last[1]) / max(1, step - self._last[0]))
+        step_s = (began - self._last[1]) / max(1, step - self._last[0])
         self._last = step, now
-        every = 1
-        while every < _MOST_STEPS and now - began > _COST * every * step_s:
-            every *= 2
-        rows = [[every, *map(_signed, own)]]
+        rows = [[steps_apart(now - began, step_s, _COST), *map(_signed, own)]]
         if self._session.world_size > 1:
             rows = gather_numbers(rows[0], resolve_group(None))
         if self._is_chosen:
