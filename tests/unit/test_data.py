@@ -87,7 +87,7 @@ def test_it_gives_collated_batches_with_their_place() -> None:
         (1, 4, 8, 1.0),
         (2, 3, 7, 6 / 7),
     ]
-    assert [b.data[1].tolist() for b in batches] == [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22]]
+    assert [b.data[1].tolist() for b in batches] == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19, 21]]
     assert batches[0].data[0].shape == (4, 4)
 
 
@@ -264,14 +264,14 @@ def test_each_plain_pass_is_the_next_epoch() -> None:
 
 
 def test_a_plain_pass_goes_on_where_its_state_stood_twice_in_one_epoch() -> None:
-    straight = loader(TENSORS, batch_size=3, seed=5)
+    straight = loader(TENSORS, batch_size=3, seed=5, drop_last=True)
     wanted = [[y.tolist() for _, y in straight] for _ in range(3)]
     seen: list[list[int]] = []
     state = straight.state_dict()
     assert (state["epoch"], state["batch"]) == (3, 0)
-    state = loader(TENSORS, batch_size=3, seed=5).state_dict()
+    state = loader(TENSORS, batch_size=3, seed=5, drop_last=True).state_dict()
     for stop in (2, 3, 2):  # killed after 2 batches, 3 more, 2 more: the end of the epoch
-        batches = loader(TENSORS, batch_size=3, seed=5)
+        batches = loader(TENSORS, batch_size=3, seed=5, drop_last=True)
         batches.load_state_dict(state)
         for number, (_, y) in enumerate(batches, 1):
             seen.append(y.tolist())
@@ -279,7 +279,7 @@ def test_a_plain_pass_goes_on_where_its_state_stood_twice_in_one_epoch() -> None
                 state = batches.state_dict()
                 break
     assert seen == wanted[0]
-    batches = loader(TENSORS, batch_size=3, seed=5)
+    batches = loader(TENSORS, batch_size=3, seed=5, drop_last=True)
     batches.load_state_dict(state)
     assert [[y.tolist() for _, y in batches] for _ in range(2)] == wanted[1:]
 
@@ -523,7 +523,7 @@ def test_what_is_no_dataset_is_refused_with_advice(dataset: Any, error: type[Exc
         ({"place": (2, 2)}, ValueError, "rank=2 does not exist in a world of 2: ranks go from 0 to 1"),
         ({"place": (0, 0)}, ValueError, "world_size=0"),
         ({"batch_size": 1, "place": (0, 2)}, ValueError, "fewer samples than world_size=2 ranks"),
-        ({"batch_size": 24}, ValueError, "more than the 23 samples"),
+        ({"batch_size": 24, "drop_last": True}, ValueError, "more than the 23 samples"),
         ({"train": False, "shuffle": True}, ValueError, "shuffle=True with train=False"),
         ({"num_workers": -1}, ValueError, "num_workers=-1"),
         ({"num_workers": 1.0}, TypeError, "num_workers"),
@@ -544,8 +544,8 @@ def test_wrong_options_are_refused_when_the_loader_is_made(
 ) -> None:
     with pytest.raises(error, match=said):
         loader(TENSORS, **{"batch_size": 4, **options})
-    with pytest.raises(ValueError, match="start=6 is beyond the end of the epoch, which has 5 batches"):
-        loader(TENSORS, batch_size=4).epoch(0, 6)
+    with pytest.raises(ValueError, match="start=7 is beyond the end of the epoch, which has 6 batches"):
+        loader(TENSORS, batch_size=4).epoch(0, 7)
 
 
 def test_numpy_integers_are_whole_numbers() -> None:

@@ -46,6 +46,7 @@ def test_what_a_data_loader_was_given_is_taken_over() -> None:
     assert dataset is NUMBERS
     assert found == {
         "batch_size": 4, "shuffle": True, "drop_last": False, "num_workers": 2, "collate_fn": _doubled,
+        "seed": None,
     }  # fmt: skip
     assert of_workers == {
         "persistent_workers": True, "prefetch_factor": 3, "worker_init_fn": _started, "timeout": 5.0,

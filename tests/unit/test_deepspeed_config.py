@@ -298,15 +298,10 @@ def test_a_flag_that_is_off_without_an_effect_has_a_line_too():
     assert named == ["wall_clock_breakdown", "sparse_gradients", "csv_monitor", "zero_optimization.overlap_comm"]
 
 
-def test_a_default_of_the_loader_that_differs_from_deepspeeds_has_a_line():
-    config = read({"train_batch_size": 8})
-    assert config.loader_options()["drop_last"] is None
-    assert config.notes[0].startswith(
-        "dataloader_drop_last is not given: here the last, short batch of an epoch is left"
-    )
-    for given in (True, False):
-        config = read({"train_batch_size": 8, "dataloader_drop_last": given})
-        assert (config.notes, config.loader_options()["drop_last"]) == ((), given)
+def test_the_last_batch_is_kept_as_with_deepspeed():
+    for given in ({}, {"dataloader_drop_last": True}, {"dataloader_drop_last": False}):
+        config = read({"train_batch_size": 8, **given})
+        assert (config.notes, config.loader_options()["drop_last"]) == ((), given.get("dataloader_drop_last"))
 
 
 def test_bucket_sizes_are_mapped_where_the_strategy_has_buckets():

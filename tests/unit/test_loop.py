@@ -1422,3 +1422,13 @@ def test_parameter_groups_that_a_run_added_come_back_or_the_error_says_what_to_d
             CheckpointError, match=r"1 parameter groups here, and 2 in .* Add them before photinus\.Loop"
         ):
             run(tmp_path)
+
+
+def test_a_last_batch_of_one_sample_and_a_batch_norm_is_warned_of_before_any_work(world: Any) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"last batch of each epoch \(1 samples: 13 by batch_size=4\)"):
+        photinus.Loop(model, optimizer, points(13), batch_size=4, epochs=1, report=QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        photinus.Loop(model, optimizer, points(14), batch_size=4, epochs=1, report=QUIET)

@@ -142,11 +142,6 @@ def deepspeed_config(
     auto = _check_auto({name: value for name, value in (auto or {}).items() if value is not None})
     notes: list[str] = []
     keys = read(content, "", ROOT, auto, notes)
-    if keys.get("dataloader_drop_last") is None:
-        notes.append(
-            "dataloader_drop_last is not given: here the last, short batch of an epoch is left out (of a stream it is "
-            "kept), and DeepSpeed keeps it. Give true or false"
-        )
     strategy, strategy_options = _zero(
         read(keys.get("zero_optimization", {}), "zero_optimization.", ZERO, auto, notes), notes
     )

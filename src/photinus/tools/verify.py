@@ -32,7 +32,7 @@ example:
 exit code: 0 the same; 1 different; 2 not comparable (other data, seed, batch
 size, or no step that both recorded), or wrong use."""
 
-_ALIKE = ("batch_size", "seed", "samples", "shuffle", "drop_last", "accumulate", "logical_shards")
+_ALIKE = ("batch_size", "seed", "samples", "shuffle", "drop_last", "sample_order", "accumulate", "logical_shards")
 _NAMED = 3
 _OF_THE_START = ("samples_per_s", "elapsed_s", "start")  # columns of metrics.csv
 

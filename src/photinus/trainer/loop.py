@@ -209,6 +209,8 @@ class Loop:
         alike |= {"shards": self._loader.shards, "audit_every": audit_every}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._loader.compare_samples("training data")
+        if session.is_main:
+            self._loader.warn_of_single_samples(models)
         self._replicas = Replicas(session, models, optimizers)
         wrapped = [unwrap_compiled(each) for each in models if exchanges_gradients(each)]
         self._no_sync = [partial(strategy_of(each).no_sync, each) for each in wrapped]

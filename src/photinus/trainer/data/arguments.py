@@ -188,6 +188,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
         "batch_size": batch_size,
         "shuffle": shuffle,
         "drop_last": data_loader.drop_last,
+        "seed": sampler.seed if isinstance(sampler, DistributedSampler) else None,
         "num_workers": data_loader.num_workers,
         # Without batches torch only converts; here there are some.
         "collate_fn": None if data_loader.collate_fn in (default_collate, default_convert) else data_loader.collate_fn,

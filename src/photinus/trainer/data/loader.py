@@ -19,7 +19,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ from .arguments import (
     whole_number,
 )
 from .same_data import compare_samples
-from .sampler import GlobalBatches, LocalBatch, ShardBatches, ShardedOnce
+from .sampler import ORDER, GlobalBatches, LocalBatch, ShardBatches, ShardedOnce
 from .stream import Piece, ShardReader, State, StreamShards, StreamShares, agreeing, is_stream
 from .workers import BatchRequest, Fetch, explaining, make_data_loader, start_workers
 
@@ -80,7 +80,8 @@ class Batch:
         data: what the collate function made, on the loader's device.
         weight: factor for this rank's mean loss that makes the mean over ranks that over all samples of the global
             batch. It is 1.0 unless the batch is split unevenly.
-        samples: number of this rank's samples; 0 if its shards of a stream have ended (it then repeats some).
+        samples: number of this rank's samples; 0 if a short batch or its shards of a stream have none left for it (it
+            then has some that do not count).
         global_samples: number of samples of all ranks.
         index: number of the global batch within its epoch.
         to_come: number of batches left in the epoch; of a stream at most the number that is read ahead.
@@ -125,8 +126,8 @@ def loader(
             Ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
         shuffle: use a new order in each epoch, which depends only on (seed, epoch). Default: as `train`. Of a stream:
             shuffle in a buffer of N samples of each shard (True: 1000). Default: the stream's own order.
-        drop_last: leave out the last, short batch of an epoch. Default: True; of a stream, whose shards may end at
-            different steps, False.
+        drop_last: leave out the last, short batch of an epoch. Default: False, as in torch. Ranks for which it has no
+            sample take part with a weight of 0.
         seed: seed of the order, and of Python's, numpy's and torch's generators in __getitem__ and the collate
             function. Each sample has a seed from (seed, epoch, sample); __getitems__ and collate functions have one per
             batch. Default: that of the `photinus.init` before, else 0.
@@ -212,6 +213,7 @@ def make_loader(
             check_flag(name, settings[name])
     batch_size = settings["batch_size"] = whole_number("batch_size", settings["batch_size"], least=1)
     settings["num_workers"] = whole_number("num_workers", settings["num_workers"] or 0)
+    seed = found.get("seed") if seed is None else seed  # that of a DistributedSampler
     seed = check_seed(rng.session_seed if seed is None else seed)
     shares: GlobalBatches | ShardedOnce | StreamShares
     if streams:
@@ -227,7 +229,7 @@ def make_loader(
     elif train:
         shares = GlobalBatches(
             len(dataset), batch_size, rank=rank, world_size=world_size, seed=seed,
-            shuffle=settings["shuffle"] is not False, drop_last=settings["drop_last"] is not False,
+            shuffle=settings["shuffle"] is not False, drop_last=settings["drop_last"] is True,
         )  # fmt: skip
     else:
         shares = ShardedOnce(len(dataset), batch_size, rank=rank, world_size=world_size)
@@ -362,11 +364,11 @@ class Loader:
         """
         epoch, batch = whole_number("epoch", state["epoch"]), whole_number("batch", state["batch"])
         self.load_stream(state.get("stream"), epoch, batch)
-        wanted, found = self._identity(), {name: state.get(name) for name in self._identity()}
+        wanted, found = self._identity(), {"sample_order": 1, **state}
         # Between epochs anything may change; inside one, the rest would repeat or skip samples.
-        if batch and wanted != found:
-            names = [name for name in wanted if wanted[name] != found[name]]
-            changes = ", ".join(f"{name} was {found[name]} and is {wanted[name]}" for name in names)
+        names = [name for name in wanted if wanted[name] != found.get(name)]
+        if batch and names:
+            changes = ", ".join(f"{name} was {found.get(name)} and is {wanted[name]}" for name in names)
             raise ValueError(
                 f"the saved run stopped at batch {batch} of epoch {epoch}, which cannot be found again: {changes}"
             )
@@ -378,6 +380,19 @@ class Loader:
         """Raise ValueError on all ranks of the group if a few samples of their data differ. All ranks call it."""
         if place_in_group()[1] > 1 and not isinstance(self.shares, StreamShares):
             compare_samples(what, self.dataset, self._described)
+
+    def warn_of_single_samples(self, models: Iterable[torch.nn.Module]) -> None:
+        """Warn if an epoch's last batch has one sample for some rank, and a batch norm that needs two would raise."""
+        shares = self.shares
+        if not isinstance(shares, GlobalBatches) or shares.fewest_samples > 1:
+            return
+        if any(isinstance(each, torch.nn.BatchNorm1d) for model in models for each in model.modules()):
+            warnings.warn(
+                f"the last batch of each epoch ({self.samples % self.batch_size} samples: {self.samples} by "
+                f"batch_size={self.batch_size}) has one sample for some rank or shard. BatchNorm1d needs two, and "
+                f"raises an error there: use drop_last=True or another batch_size",
+                stacklevel=4,
+            )
 
     def _described(self, requests: Sequence[BatchRequest], describe: Callable[[list[Any]], T]) -> Iterator[T]:
         """Yield what a function makes of some samples; where workers load the data, one of them fetches the samples."""
@@ -428,7 +443,8 @@ class Loader:
         found: dict[str, Any] = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
         # Without training, ranks take parts of the data set, and not of each batch.
         parts = {"world_size": self.shares.world_size} if isinstance(self.shares, ShardedOnce) else {}
-        return {**found, "shuffle": self.shares.shuffle, **parts}
+        order = {"sample_order": ORDER} if self.samples and not parts else {}
+        return {**found, "shuffle": self.shares.shuffle, **order, **parts}
 
     def _plain(self) -> Iterator[Any]:
         global _running
@@ -504,7 +520,7 @@ class Loader:
     def _batch(self, data: Any, local: LocalBatch, index: int, *, is_pinned: bool = False) -> Batch:
         assert not isinstance(self.shares, StreamShares)
         data = self._moved(data, is_pinned=is_pinned)
-        return Batch(data, local.weight, len(local.indices), local.global_samples, index, self.shares.parts - index - 1)
+        return Batch(data, local.weight, local.samples, local.global_samples, index, self.shares.parts - index - 1)
 
     def _slices(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield batches that are indexed out of tensors in memory: the values of a loop over samples, faster."""

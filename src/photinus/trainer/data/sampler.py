@@ -1,18 +1,19 @@
 """The samples of a batch, and a rank's share of them: pure functions of (seed, epoch, batch, rank).
 
 The batch size is that of the whole job. The order of an epoch is drawn from (seed, epoch) alone and cut into global
-batches; rank r then takes the r-th of W contiguous parts of each, whose sizes differ by at most one. So a job on 1, 2
-or 8 ranks sees the same samples in the same steps, a run can go on at any batch of any epoch without looking at those
-before, also at another world size, and nobody has to remember `set_epoch`.
+batches; rank r of W then takes each W-th sample of a batch, from the r-th on. So a job on 1, 2 or 8 ranks sees the same
+samples in the same steps, a run can go on at any batch of any epoch without looking at those before, also at another
+world size, and nobody has to remember `set_epoch`.
 
     order of epoch e     | 7 2 9 4 | 0 5 1 8 | 3 6        batch_size=4, samples=10
-    rank 0 of 2          | 7 2     | 0 5     | 3          the short batch: dropped, or split
-    rank 1 of 2          |     9 4 |     1 8 |   6
-    rank 0 of 3          | 7 2     | 0 5     |            uneven parts: each mean is weighted by its size. The short
-    rank 1 of 3          |     9   |     1   |            batch has too few samples for 3 ranks, and must be dropped
-    rank 2 of 3          |       4 |       8 |
+    rank 0 of 2          | 7   9   | 0   1   | 3          the short batch: split, or dropped
+    rank 1 of 2          |   2   4 |   5   8 |   6
+    rank 0 of 3          | 7     4 | 0     8 | 3          uneven parts: each mean is weighted by its size. Where the
+    rank 1 of 3          |   2     |   5     |   6        short batch has too few samples for all ranks, the others
+    rank 2 of 3          |     9   |     1   | (3 6)      take all of it, with a weight of 0
 
-The order is `torch.randperm` on the CPU with a generator seeded by SHA-256 of (seed, epoch). torch does not promise
+Order and parts are those of `torch.utils.data.DistributedSampler` with the same seed: `torch.randperm` on the CPU, by a
+generator seeded with seed + epoch. So a script that is ported has the same batches as before. torch does not promise
 the same permutation in every version, but has kept it for years; a test pins known orders, so that a change would be
 noticed before a release, and checkpoints record torch's version.
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .rng import derive_seed
+ORDER = 2  # the version of the order of samples; 1: parts were contiguous, and seeds of epochs digests
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,23 @@ class LocalBatch:
     Attributes:
         indices: of the samples that this rank takes.
         weight: by which this rank's mean loss has to be multiplied so that the mean over ranks is the mean over all
-            samples of the global batch: len(indices) * world_size / global_samples. 1.0 for even batches.
+            samples of the global batch: samples * world_size / global_samples. 1.0 for even batches.
         global_samples: number of samples of the global batch, over all ranks.
+        samples: those that count: all indices, or none where other ranks have them.
     """
 
     indices: list[int]
     weight: float
     global_samples: int
+    samples: int
 
 
 class GlobalBatches:
     """The samples of global batch k of epoch e, and this rank's share of them, for training.
 
     Args:
-        batch_size: samples per global batch, over all ranks; at least `world_size`, at most `samples`. Each batch is
-            split as evenly as possible: parts differ by at most one sample, hence the weights.
+        batch_size: samples per global batch, over all ranks; at least `world_size`. Each batch is split as evenly as
+            possible: parts differ by at most one sample, hence the weights.
         shuffle: a new order each epoch; False takes the dataset's own.
         seed: of the orders; 0 <= seed < 2**63.
         drop_last: leave out the last, short batch of each epoch (when shuffled, other samples each time).
@@ -66,14 +69,13 @@ class GlobalBatches:
         world_size: int = 1,
         shuffle: bool = True,
         seed: int = 0,
-        drop_last: bool = True,
+        drop_last: bool = False,
     ) -> None:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         # Said apart, for the sizes below would blame the batch size.
         if self.samples == 0:
             raise ValueError("the dataset is empty (0 samples): is its path or split right?")
-        # A rank without a sample has no loss, and its backward would not take part in the exchange.
         if self.batch_size < self.world_size:
             raise ValueError(
                 f"batch_size={self.batch_size} is fewer samples than world_size={self.world_size} ranks, and each rank "
@@ -81,19 +83,12 @@ class GlobalBatches:
                 f"{self.world_size}, or at most {self.batch_size} ranks."
             )
         # With drop_last the epoch would have no batch, and a loop would never end it.
-        if self.batch_size > self.samples:
+        if self.drop_last and self.batch_size > self.samples:
             raise ValueError(
                 f"batch_size={self.batch_size} is more than the {self.samples} samples of the dataset: not one batch "
-                f"would be full; use at most {self.samples}."
+                f"would be full; use at most {self.samples}, or drop_last=False."
             )
         self._full, self._rest = divmod(self.samples, self.batch_size)
-        # The same for the short batch at the end of an epoch.
-        if not self.drop_last and 0 < self._rest < self.world_size:
-            raise ValueError(
-                f"the last batch of each epoch would have {self._rest} samples ({self.samples} samples, "
-                f"batch_size={self.batch_size}), too few for world_size={self.world_size} ranks: use drop_last=True, "
-                f"or a batch_size that leaves 0 or at least {self.world_size} samples over."
-            )
         # Drawn once an epoch and kept: to draw it for each batch would take longer than many steps.
         self._known: tuple[int, torch.Tensor] | None = None  # the order of the epoch asked for last: 8 bytes a sample
 
@@ -106,26 +101,34 @@ class GlobalBatches:
         """Batches of this rank per epoch."""
         return len(self)
 
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of the smallest part that is not empty, on any rank."""
+        return max(1, (self.samples - (len(self) - 1) * self.batch_size) // self._cut_into)
+
+    @property
+    def _cut_into(self) -> int:
+        """Parts of a batch."""
+        return self.world_size
+
     def batch(self, epoch: int, index: int) -> LocalBatch:
         """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...)."""
         return self.part(epoch, index, self.rank, self.world_size)
 
     def part(self, epoch: int, index: int, place: int, places: int) -> LocalBatch:
         """One of `places` parts of a global batch."""
-        # Contiguous parts, in the order of ranks: together they are the batch that one process would have.
         begin = index * self.batch_size
         size = min(self.batch_size, self.samples - begin)
-        first, end = part_of(size, place, places)
-        if self.shuffle:
-            indices: list[int] = self._order(epoch)[begin + first : begin + end].tolist()
-        else:
-            indices = list(range(begin + first, begin + end))
-        return LocalBatch(indices, len(indices) * places / size, size)
+        is_filled = place >= size  # a part without a sample would have no loss, and not take part in the exchange
+        where = slice(begin + (0 if is_filled else place), begin + size, 1 if is_filled else places)
+        indices = self._order(epoch)[where].tolist() if self.shuffle else [*range(self.samples)[where]]
+        samples = 0 if is_filled else len(indices)
+        return LocalBatch(indices, samples * places / size, size, samples)
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self._known is None or self._known[0] != epoch:
             # Not torch's global one, which is the model's (dropout); nor a GPU's, which draws another order.
-            generator = torch.Generator(device="cpu").manual_seed(derive_seed(self.seed, "order", epoch))
+            generator = torch.Generator(device="cpu").manual_seed(self.seed + epoch)
             order = torch.randperm(self.samples, generator=generator, dtype=torch.int64, device="cpu")
             self._known = (epoch, order)
         return self._known[1]
@@ -146,13 +149,15 @@ class ShardBatches(GlobalBatches):
     def __init__(self, batches: GlobalBatches, own: range, shards: int, accumulate: int) -> None:
         vars(self).update(vars(batches))  # checked, and with the order that it has drawn
         self._own, self._shards, self._accumulate = own, shards, accumulate
-        has_rest = self._rest and not self.drop_last
-        for what, size in (("a batch", self.batch_size), ("an epoch's last batch", self._rest))[: 1 + bool(has_rest)]:
-            if size < shards:
-                raise ValueError(
-                    f"{what} has {size} samples (of {self.samples}, batch_size={self.batch_size}), and each of "
-                    f"logical_shards={shards} needs one: use a larger batch_size, fewer shards, or drop_last=True"
-                )
+        if self.batch_size < shards:
+            raise ValueError(
+                f"a batch has {self.batch_size} samples, and each of logical_shards={shards} needs one: use a larger "
+                f"batch_size, or fewer shards"
+            )
+
+    @property
+    def _cut_into(self) -> int:
+        return self._shards
 
     @property
     def parts(self) -> int:
@@ -205,7 +210,7 @@ class ShardedOnce:
         base, extra = divmod(self.samples, self.world_size)
         longer, shorter = (min(max(size - index * share, 0), share) for size in (base + 1, base))
         step_samples = extra * longer + (self.world_size - extra) * shorter
-        return LocalBatch(indices, len(indices) * self.world_size / step_samples, step_samples)
+        return LocalBatch(indices, len(indices) * self.world_size / step_samples, step_samples, len(indices))
 
 
 def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:

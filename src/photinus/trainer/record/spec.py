@@ -13,6 +13,7 @@ from typing import Any
 from ...parallel.exchange.agreement import JSON
 from ..checkpoint.position import Length
 from ..data.arguments import check_flag, checking, whole_number
+from ..data.sampler import ORDER
 from .config import user_options
 from .loggers import Logger
 from .settings import show
@@ -154,6 +155,7 @@ class RunSpec:
         order: dict[str, JSON] = {name: getattr(self, name) for name in (*_ORDER, "drop_last")}
         saving = {f"save_{name}": value for name, value in asdict(self.saving).items()}
         every: dict[str, JSON] = {"validate_every_steps": self.validate_every_steps}
+        order |= {"sample_order": ORDER} if self.samples else {}
         return {**order, **asdict(self.length), **self.training, **every, **saving}
 
     def changes_since(self, saved: Mapping[str, Any], samples_done: int, batches_per_epoch: int) -> list[str]:
@@ -167,6 +169,12 @@ class RunSpec:
             ValueError: inside an epoch, and the rest of it could not be the same.
         """
         now = self.to_dict()
+        if samples_done and self.samples and saved.get("sample_order", 1) != ORDER:
+            raise ValueError(
+                f"cannot go on inside an epoch: the checkpoint is of a version of Photinus with another order of "
+                f"samples, and {samples_done} samples of the epoch are done, so its rest would repeat or skip samples. "
+                f'Resume from a checkpoint at the end of an epoch, or start over with resume="never".'
+            )
         both = [name for name in (*_ORDER, "drop_last", *self.training) if name in saved]
         changed = [name for name in both if saved[name] != now[name]]
         batches, rest = divmod(samples_done, self.batch_size)
