@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 photinus run --cpu --nproc-per-node 2 benchmarks/logical_shards.py --out x.json
 
 Two pairs on W ranks: as many shards as ranks, beside "ddp"; and four times as many, beside `accumulate=4` over batches
-of a quarter of the size, so that all kernels have the same shapes. A figure is the median over the rounds of the ratio
-within a round, of the median step.
+of a quarter of the size, so that all kernels have the same shapes. Each also with an audit in every step: with
+`audit_every=50`, a fiftieth of what that adds. A figure is the median over the rounds of the ratio within a round, of
+the median step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SEQUENCES = 4  # of a rank in a step
 QUIET = photinus.Reporting(progress=False, curves=False)
 
 
-def steps_s(model: str, tokens: int, shards: int, parts: int, steps: int) -> float:
+def steps_s(model: str, tokens: int, steps: int, shards: int, parts: int, audit_every: int | None = None) -> float:
     """The median of the seconds of a step, in which each rank computes its sequences in so many parts."""
     with photinus.init(device="cpu", seed=1, logical_shards=shards or None) as world:
         torch.set_num_threads(1)
@@ -38,7 +39,7 @@ def steps_s(model: str, tokens: int, shards: int, parts: int, steps: int) -> flo
         sequences = SEQUENCES * world.world_size
         batch_size = sequences if shards else sequences // parts
         data = TensorDataset(torch.randint(64, (sequences, tokens)))
-        options: dict[str, Any] = {"accumulate": 1 if shards else parts, "report": QUIET}
+        options: dict[str, Any] = {"accumulate": 1 if shards else parts, "report": QUIET, "audit_every": audit_every}
         loop = photinus.Loop(wrapped, optimizer, data, batch_size=batch_size, steps=steps, **options)
         took, began = [], time.perf_counter()
         for (batch,) in loop:
@@ -64,16 +65,24 @@ def main() -> None:
     facts = harness.machine()
     with photinus.init(device="cpu") as world:
         ranks = world.world_size
-        ways = {"ddp": (0, 1), "V = W": (ranks, 1), "accumulate=4": (0, 4), "V = 4 W": (4 * ranks, 4)}
+        ways: dict[str, tuple[int, ...]] = {
+            "ddp": (0, 1), "V = W": (ranks, 1), "V = W, audit": (ranks, 1, 1),
+            "accumulate=4": (0, 4), "V = 4 W": (4 * ranks, 4), "V = 4 W, audit": (4 * ranks, 4, 1),
+        }  # fmt: skip
         times: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(arguments.rounds + 1):
-            for way, (shards, parts) in ways.items():
-                took = steps_s(arguments.model, arguments.tokens, shards, parts, arguments.steps)
+            for way, options in ways.items():
+                took = steps_s(arguments.model, arguments.tokens, arguments.steps, *options)
                 if turn:  # the first warms up
                     times[way].append(took)
         if not world.is_main:
             return
-    pairs = {"V = W, beside ddp": ("V = W", "ddp"), "V = 4 W, beside accumulate=4": ("V = 4 W", "accumulate=4")}
+    pairs = {
+        "V = W, beside ddp": ("V = W", "ddp"),
+        "V = W, an audit in each step beside none": ("V = W, audit", "V = W"),
+        "V = 4 W, beside accumulate=4": ("V = 4 W", "accumulate=4"),
+        "V = 4 W, an audit in each step beside none": ("V = 4 W, audit", "V = 4 W"),
+    }
     ratios = {
         name: statistics.median([a / b for a, b in zip(times[more], times[less], strict=True)])
         for name, (more, less) in pairs.items()
