@@ -54,9 +54,9 @@ BUDGET = {
     "job": 2290,
     "parallel": 5395,
     "run": 3496,
-    "runlog": 1125,
+    "runlog": 1212,
     "templates": 188,
-    "tools": 2150,
+    "tools": 2057,
     "top": 1036,
     "trainer": 9783,
 }

@@ -12,6 +12,7 @@
 Every file may be looked at while it is written: what is half there is left out, and comes with the next look. This room
 knows nothing of torch, so that the command line reads runs without it.
 
+comparison  two runs compared bit by bit, by what both recorded
 curve       a curve of any number of points in a bounded number of bins, that hides no extreme
 digests     `digests.bin`: what a run trains at some steps, in 64 bits each
 events      `events.jsonl`: what happened in a run, a line each, only ever added to; and the process that a start names
