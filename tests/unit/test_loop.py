@@ -421,6 +421,17 @@ def test_columns_of_the_loop_cannot_be_logged_over(world: Any) -> None:
             loop.log(x=None)  # type: ignore[arg-type]
 
 
+def test_a_loss_that_requires_gradients_is_logged_without_a_warning(world: Any) -> None:
+    loop = _loop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in loop:
+            loss = _loss(loop, 2.0)
+            loop.log(critic=loss)
+            loop.backward(loss)
+    assert [row["critic"] for row in loop.history] == [2.0, 2.0]
+
+
 # -- wrong use, told before work starts -------------------------------------------------------------------------------
 
 

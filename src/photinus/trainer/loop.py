@@ -90,15 +90,15 @@ class Loop:
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
             curves.png; `photinus top` and `photinus report` show it. None writes nothing.
         resume: "auto" continues from the newest complete checkpoint in `out`; "never" (or None) starts over and moves
-            what is in `out` aside; a path is a checkpoint, or a run's folder. If such a run was suspended, or
-            restarted by its launcher (from a path: killed), it continues. Options and schedules that the script
-            changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues along
-            the new curve. All else is the checkpoint's.
+            what is in `out` aside; a path is a checkpoint, or a run's folder. "never" and a path start over, except
+            after a suspension or a restart by the launcher: then the run continues. Options and schedules that the
+            script changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues
+            along the new curve. All else is the checkpoint's.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a learning-rate scheduler,
-            a GradScaler, a second optimizer, a second model that is wrapped). The body calls what they do. Must be
-            equal on all ranks. Each is a file of the checkpoint, under its name. The loop itself uses a
-            `photinus.Average`, a `photinus.EarlyStopping`, and objects with `after_row(row)`: rank 0 calls it after
-            each whole row of metrics.csv, and a text that it returns ends the run.
+            a GradScaler, a second optimizer, a second model that is wrapped). You still call `scheduler.step()` and the
+            like in the body. Must be equal on all ranks. Each is a file of the checkpoint, under its name. The loop
+            itself uses a `photinus.Average`, a `photinus.EarlyStopping`, and objects with `after_row(row)`: rank 0
+            calls it after each whole row of metrics.csv, and a text that it returns ends the run.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, every N steps (counted over the
             whole run) and at the run's end; None: at the end of each epoch.
         save: a `photinus.Saving`: when to save, and which checkpoints to keep. Default: at each epoch's end and every
@@ -491,7 +491,7 @@ class Loop:
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"loop.log: {name!r} has shape {list(value.shape)}, but one number is needed")
             try:
-                row[name] = float(value)
+                row[name] = float(value.detach() if isinstance(value, Tensor) else value)
             except (TypeError, ValueError):
                 raise ValueError(f"loop.log: {name!r} is {value!r}, but one number is needed") from None
         if ended:
