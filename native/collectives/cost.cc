@@ -19,7 +19,7 @@ struct Cost {
 };
 
 // What a rank has to do for the ranks of its host, of a tensor of which it holds `bytes`: the table of
-// docs/engine.md, Algorithms and costs.
+// docs/engine-internals.md, Algorithms and costs.
 Cost cost_on_host(const Model& model, const Call& call, double ranks, double bytes, Algorithm algorithm,
                   const SlotSizes& sizes) {
   const bool reduces = has_reduction(call.operation);
