@@ -12,9 +12,10 @@ train_set, valid_set = TensorDataset(points[:4000], inside[:4000]), TensorDatase
 model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-for _ in range(15):
+for epoch in range(15):
     for inputs, targets in DataLoader(train_set, batch_size=64, shuffle=True):
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    print(epoch, (model(points[4000:]).argmax(1) == inside[4000:]).float().mean())

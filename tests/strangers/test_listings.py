@@ -57,7 +57,10 @@ COMPARED = {  # by how an output's name begins: the test that compares it
     ),
 }
 DIFFS = {  # by page: the test that runs the new side, or the script that has it
-    "README.md": "tests/strangers/test_readme.py: test_the_readmes_diff_is_that_of_the_two_scripts",
+    "README.md": (
+        "tests/strangers/test_readme.py: "
+        "test_the_readmes_diff_turns_one_script_into_the_other_and_the_result_prints_what_the_readme_shows"
+    ),
     "docs/tutorial/larger-models.md": f"{TUTORIAL}: test_the_sharded_script_trains_to_the_same_losses",
     "examples/nanogpt/README.md": (
         "tests/dist/test_examples.py: "

@@ -16,7 +16,8 @@ import pytest
 
 from photinus.runlog.tables import read_rows
 from tests.fork_server import REPOSITORY
-from tests.strangers.documents import blocks, commands
+from tests.strangers.documents import blocks, commands, outputs
+from tests.strangers.test_tutorial import run
 
 NOT_HERE = {  # commands of the README that need more than this machine, and the tests that have it
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": (
@@ -38,6 +39,7 @@ AFTER = {  # what its text says, typed after its commands
     "photinus bench": r"Choose \w+: ",
     "make demo": rf"{TRAINED}(?s:.*)results in runs/digits",
 }
+_TIMES = re.compile(r"[\d ]+ samples/s +[\d.]+ s")
 ENGINE_ALONE = "pip install --no-deps . && pip install numpy"
 
 
@@ -127,18 +129,49 @@ def test_the_engine_alone_needs_numpy_and_nothing_else(tmp_path: Path) -> None:
     assert "photinus.init needs torch, which " in said.splitlines()[-1]
 
 
-def test_the_readmes_diff_is_that_of_the_two_scripts() -> None:
-    (block,) = (each.text for each in blocks("README.md") if each.language == "diff")
-    folder = REPOSITORY / "examples" / "first"
-    old, new = ((folder / name).read_text().splitlines() for name in ("one_device.py", "train.py"))
-    taken = [line[1:].strip() for line in block.splitlines() if line[0] == "-"]
-    given = [line[1:].strip() for line in block.splitlines() if line[0] == "+"]
-    assert len(given) <= 10
-    kept = [line.strip() for line in old if line.strip() not in taken]
-    told = [line.strip() for line in new if line.strip() not in given]
-    extras = {"import sys", "if loop.epoch_ended:"}  # the folder's name from the command line, and a validation
-    assert [line for line in kept[1:] if line not in told] == []
-    assert [x for x in told[6:] if x and x not in kept and x not in extras and "loop.log(" not in x] == []
+def applied(diff: str, script: str) -> str:
+    """The script after the diff. Lines of the script that the diff leaves out stay; the others have to be there."""
+    lines, made = iter(script.splitlines()), []
+    for change in diff.splitlines():
+        sign, text = change[:1], change[1:]
+        if sign == "+":
+            made.append(text)
+        elif text != "...":
+            for line in lines:
+                if line == text:
+                    break
+                made.append(line)
+            else:
+                raise AssertionError(f"one_device.py does not have, at this place: {text!r}")
+            made += [text] if sign != "-" else []
+    return "\n".join([*made, *lines]) + "\n"
+
+
+def test_the_readmes_diff_turns_one_script_into_the_other_and_the_result_prints_what_the_readme_shows(
+    tmp_path: Path,
+) -> None:
+    (diff,) = (each.text for each in blocks("README.md") if each.language == "diff")
+    old, new = (
+        (REPOSITORY / "examples" / "first" / name).read_text().split('"""\n\n', 1)[1]
+        for name in ("one_device.py", "train.py")
+    )
+    assert applied(diff, old) == new
+    (tmp_path / "train.py").write_text(applied(diff, old))
+    shown = outputs("README.md")
+    places = {name: name.removeprefix("README.md: ").replace(SCRIPT, "train.py") for name in shown if SCRIPT in name}
+    places = {name: command for name, command in places.items() if command.split()[-1] in ("runs/one", "runs/two")}
+    assert [command.split()[0] for command in places.values()] == ["python", "photinus"]
+    for name, command in places.items():
+        printed = {_TIMES.sub("", line) for line in run(command, tmp_path).splitlines()}
+        assert {_TIMES.sub("", line) for line in shown[name]} <= printed, f"$ {command}\n" + "\n".join(sorted(printed))
+
+
+def test_a_diff_that_does_not_fit_the_script_is_found() -> None:
+    assert applied("+import sys\n import torch\n-x = 1\n+x = 2\n", "import torch\ny = 0\nx = 1\n") == (
+        "import sys\nimport torch\ny = 0\nx = 2\n"
+    )
+    with pytest.raises(AssertionError, match="x = 3"):
+        applied("-x = 3\n", "import torch\nx = 1\n")
 
 
 def test_no_reason_outlives_its_command_and_each_names_a_test_that_is_there() -> None:
