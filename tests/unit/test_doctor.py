@@ -270,7 +270,7 @@ def test_json_is_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stub(monkeypatch, Finding("Software", "torch", "good", "2.13.0"))
     assert main(["doctor", "--timeout", "3"]) == 0
-    assert "All well: 1 looks, nothing that needs attention." in capsys.readouterr().out
+    assert "All well: 1 check, nothing that needs attention." in capsys.readouterr().out
     stub(monkeypatch, Finding("Software", "torch", "note", "2.10.0", "Take a newer one."))
     assert main(["doctor", "--timeout", "3"]) == 0
-    assert "All well: 1 looks, worth knowing: torch." in capsys.readouterr().out
+    assert "All well: 1 check, worth knowing: torch." in capsys.readouterr().out

@@ -808,7 +808,7 @@ def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
     capsys.readouterr()
     train(tmp_path, epochs=2, **change)
     ((name, value),) = change.items()
-    assert f"replaces what the checkpoint holds: {name}={value} (was " in capsys.readouterr().out
+    assert f"changed since the checkpoint: {name}={value} (was " in capsys.readouterr().out
 
 
 def _scheduled(
@@ -892,7 +892,7 @@ def test_a_longer_run_goes_on_along_the_schedulers_new_curve(
     capsys.readouterr()
     resumed, _ = _scheduled(tmp_path, 6, SCHEDULERS[name])
     assert resumed == straight[2:]
-    assert capsys.readouterr().out.count("note: what the script changed replaces what the checkpoint holds: ") == 1
+    assert capsys.readouterr().out.count("note: changed since the checkpoint: ") == 1
     again, _ = _scheduled(tmp_path, 8, SCHEDULERS[name], horizon=6)
     assert "note" not in capsys.readouterr().out  # the script says the same as before
     assert again == _scheduled(None, 8, SCHEDULERS[name], horizon=6)[0][6:]
@@ -956,8 +956,7 @@ def test_the_line_of_a_changed_schedule_has_both_values(
     capsys.readouterr()
     _scheduled(tmp_path, 6, SCHEDULERS["cosine"])
     assert capsys.readouterr().out.startswith(
-        "note: what the script changed replaces what the checkpoint holds: scheduler T_max=6 (was 2), "
-        "learning rate 0.075 from here on (was 0)\n"
+        "note: changed since the checkpoint: scheduler T_max=6 (was 2), learning rate 0.075 from here on (was 0)\n"
     )
 
 

@@ -157,7 +157,7 @@ def test_each_rank_has_the_batches_of_torchs_distributed_sampler(world_size: int
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"batch_size": 2, "world_size": 3}, "batch_size=2 is fewer .*world_size=3 ranks.*at most 2 ranks"),
+        ({"batch_size": 2, "world_size": 3}, "batch_size=2 is fewer .*world_size=3 ranks.*at most 2 of them"),
         (
             {"batch_size": 128, "samples": 100, "world_size": 8, "drop_last": True},
             "more than the 100 samples.*at most 100, or drop_last=False",

@@ -423,7 +423,7 @@ def test_what_changed_since_the_checkpoint_is_said_in_one_line(
     _changed(tmp_path, **{**first, **change})
     told = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note: ")]
     assert len(told) == 1
-    assert told[0].startswith(f"note: what the script changed replaces what the checkpoint holds: {line}")
+    assert told[0].startswith(f"note: changed since the checkpoint: {line}")
     options = json.loads((tmp_path / "config.json").read_text())["options"]
     assert options["strategy"] == change.get("strategy", "ddp")
 

@@ -211,7 +211,7 @@ class LoopState:
             for optimizer, mode in zip(self._switching, before.get("training", ()), strict=False):
                 if isinstance(getattr(optimizer, "train_mode", None), bool):  # else the state has it
                     optimizer.train_mode = mode
-            text = f"what the script changed replaces what the checkpoint holds: {', '.join(changed)}"
+            text = f"changed since the checkpoint: {', '.join(changed)}"
             notes += [text] if changed else []
             if differing := sorted({*before["frozen"]} ^ {*_frozen(self._model)}):
                 which = ", ".join(differing[:4]) + ", ..." * (len(differing) > 4)

@@ -197,8 +197,8 @@ class Length:
         if self.epochs is None:
             return f"step {position.step} of {self.steps}, in epoch {position.epochs_done + 1}"
         if position.batches_done:
-            where = f"epoch {position.epochs_done + 1} of {self.epochs}"
-            return f"{where}, {position.batches_done} batches done, step {position.step}"
+            batches = f"{position.batches_done} batch{'es' * (position.batches_done > 1)}"
+            return f"epoch {position.epochs_done + 1} of {self.epochs}, {batches} done, step {position.step}"
         return f"{position.epochs_done} of {self.epochs} epochs done, step {position.step}"
 
     def describe_end(self, position: Position) -> str:

@@ -79,8 +79,8 @@ class GlobalBatches:
         if self.batch_size < self.world_size:
             raise ValueError(
                 f"batch_size={self.batch_size} is fewer samples than world_size={self.world_size} ranks, and each rank "
-                f"needs one in every batch. batch_size counts the samples of one step over all ranks: use at least "
-                f"{self.world_size}, or at most {self.batch_size} ranks."
+                f"needs one in every batch. batch_size counts the samples of one step over all ranks: give "
+                f"batch_size={self.world_size} or more, or start at most {self.batch_size} of them."
             )
         # With drop_last the epoch would have no batch, and a loop would never end it.
         if self.drop_last and self.batch_size > self.samples:
