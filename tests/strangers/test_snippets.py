@@ -34,6 +34,10 @@ GIVEN = {
         "import safetensors.torch; safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
     ),
     "docs/tutorial/first-run.md: import sys": "import sys; sys.argv = ['train.py', 'runs/one']",
+    "docs/how-to/exact.md: loop = photinus.Loop(model, optimizer, train_set, batch_size=64, epochs=15, "
+    'out="runs/exact", audit_every=50)': (
+        "photinus.init(seed=1, logical_shards=8); model, optimizer = photinus.wrap(model, optimizer)"
+    ),
     'docs/how-to/backend.md: torch.distributed.init_process_group("photinus")': (
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')"
     ),
