@@ -144,6 +144,11 @@ def test_a_block_of_a_new_page_that_nobody_runs_is_found(
     assert "?" in became_of(block)
 
 
+def test_no_page_starts_without_a_seed() -> None:
+    """The ranks would make different data, which is an error."""
+    assert [page for page in LISTED if "photinus.init()" in (REPOSITORY / page).read_text()] == []
+
+
 def test_the_readme_shows_lines_of_the_tutorial() -> None:
     tutorial = outputs("docs/tutorial/first-run.md")
     for name, lines in outputs("README.md").items():

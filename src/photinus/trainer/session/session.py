@@ -271,7 +271,7 @@ def require_session(what: str) -> Session:
             raise NotInitializedError(
                 f"{what} was used before photinus.init(): {place.launcher} started this as rank {place.rank} of "
                 f"{place.world_size} processes, which are not connected yet. Put the work inside "
-                f"`with photinus.init() as world:`."
+                f"`with photinus.init(seed=0) as world:`."
             )
     session = init()
     atexit.register(session.close_at_exit)
