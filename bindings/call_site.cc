@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -35,8 +36,15 @@ std::vector<std::string>& folders() {
 
 struct Facts {
   bool is_library = false;
+  bool has_named_functions = false;
+  const std::string* function = nullptr;  // "photinus.evaluate", where users call it by this name
   bool is_neutral = false;  // ranks come through it from different lines of the program by design
 };
+
+std::string& named_folder() {
+  static auto* folder = new std::string;
+  return *folder;
+}
 
 // torch's Join: ranks that have run out of data answer the others' calls from the `with` statement.
 constexpr const char* kNeutralFile = "torch/distributed/algorithms/join.py";
@@ -57,14 +65,27 @@ size_t slot_of(PyCodeObject* code, int instruction = 0) {
   return (reinterpret_cast<uintptr_t>(code) / 64 + static_cast<unsigned>(instruction)) % kKept;
 }
 
-std::string file_of(PyCodeObject* code) {
-  std::string file;
-  if (PyObject* name = PyObject_GetAttrString(object(code), "co_filename")) {
-    if (const char* text = PyUnicode_AsUTF8AndSize(name, nullptr)) file = text;
-    Py_DECREF(name);
+std::string text_of(PyCodeObject* code, const char* attribute) {
+  std::string text;
+  if (PyObject* value = PyObject_GetAttrString(object(code), attribute)) {
+    if (const char* content = PyUnicode_AsUTF8AndSize(value, nullptr)) text = content;
+    Py_DECREF(value);
   }
   PyErr_Clear();
-  return file;
+  return text;
+}
+
+std::string file_of(PyCodeObject* code) {
+  return text_of(code, "co_filename");
+}
+
+// "photinus.Loop" for Loop._batches, which users do not call; null where nothing of the name is theirs.
+// Python 3.10 has no qualified names.
+const std::string* function_of(PyCodeObject* code) {
+  static auto* known = new std::set<std::string>;
+  const std::string name = text_of(code, "co_qualname");
+  if (name.empty() || name[0] == '_' || name.find('<') != std::string::npos) return nullptr;
+  return &*known->insert("photinus." + name.substr(0, name.find("._"))).first;
 }
 
 Facts facts_of(PyCodeObject* code) {
@@ -76,9 +97,12 @@ Facts facts_of(PyCodeObject* code) {
   Known& slot = (*known)[slot_of(code)];
   if (slot.code == code) return slot.facts;
   const std::string file = file_of(code);
-  const Facts facts{std::any_of(folders().begin(), folders().end(),
-                                [&](const std::string& folder) { return file.rfind(folder, 0) == 0; }),
-                    ends_with(file, kNeutralFile)};
+  Facts facts;
+  facts.is_library = std::any_of(folders().begin(), folders().end(),
+                                 [&](const std::string& folder) { return file.rfind(folder, 0) == 0; });
+  facts.is_neutral = ends_with(file, kNeutralFile);
+  facts.has_named_functions = !named_folder().empty() && file.rfind(named_folder(), 0) == 0;
+  if (facts.has_named_functions) facts.function = function_of(code);
   slot.facts = facts;
   keep(slot.code, code);
   return facts;
@@ -93,9 +117,11 @@ std::string short_name(const std::string& file) {
 }
 
 // Lives as long as the process: calls in flight point to it.
-const CallSite* site_at(PyCodeObject* code, int line, bool votes) {
+const CallSite* site_at(PyCodeObject* code, int line, bool votes, const std::string* function) {
   static auto* known = new std::map<std::pair<std::string, bool>, CallSite>;
-  std::pair key{short_name(file_of(code)) + ":" + std::to_string(line), votes};
+  std::string place = short_name(file_of(code)) + ":" + std::to_string(line);
+  if (function) place += " (" + *function + ")";
+  std::pair key{std::move(place), votes};
   auto found = known->find(key);
   if (found == known->end()) {
     CallSite site = CallSite::of(key.first);
@@ -108,33 +134,38 @@ const CallSite* site_at(PyCodeObject* code, int line, bool votes) {
 // The same of the place where a frame is now. A program calls from few places many times: finding a line
 // means reading the code's table of lines from its beginning, so the last places are remembered by
 // instruction.
-const CallSite* site_of(PyFrameObject* frame, PyCodeObject* code, bool votes) {
+const CallSite* site_of(PyFrameObject* frame, PyCodeObject* code, bool votes, const std::string* function) {
 #if PY_VERSION_HEX >= 0x030B0000
   struct Place {
     PyCodeObject* code = nullptr;
     int instruction = 0;
     bool votes = false;
+    const std::string* function = nullptr;
     const CallSite* site = nullptr;
   };
   static auto* places = new std::array<Place, kKept>;
   const int instruction = PyFrame_GetLasti(frame);
   Place& place = (*places)[slot_of(code, instruction)];
-  if (place.code == code && place.instruction == instruction && place.votes == votes) return place.site;
-  const CallSite* site = site_at(code, PyFrame_GetLineNumber(frame), votes);
+  if (place.code == code && place.instruction == instruction && place.votes == votes &&
+      place.function == function)
+    return place.site;
+  const CallSite* site = site_at(code, PyFrame_GetLineNumber(frame), votes, function);
   place.instruction = instruction;
   place.votes = votes;
+  place.function = function;
   place.site = site;
   keep(place.code, code);
   return site;
 #else
-  return site_at(code, PyFrame_GetLineNumber(frame), votes);
+  return site_at(code, PyFrame_GetLineNumber(frame), votes, function);
 #endif
 }
 
 }  // namespace
 
-void set_library_folders(std::vector<std::string> given) {
+void set_library_folders(std::vector<std::string> given, std::string named) {
   folders() = std::move(given);
+  named_folder() = std::move(named);
 }
 
 const CallSite* call_site() {
@@ -147,12 +178,19 @@ const CallSite* call_site() {
   Py_INCREF(object(innermost));
   Py_INCREF(object(frame));
   const CallSite* site = nullptr;
+  const std::string* function = nullptr;
   bool votes = true;
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const Facts facts = facts_of(code);
     votes &= !facts.is_neutral;
-    if (!facts.is_library) site = site_of(frame, code, votes);
+    // The outermost one that users call by name, unless another library lies between it and them.
+    if (!facts.is_library)
+      site = site_of(frame, code, votes, function);
+    else if (!facts.has_named_functions)
+      function = nullptr;
+    else if (facts.function)
+      function = facts.function;
     Py_DECREF(object(code));
     PyFrameObject* caller = site ? nullptr : PyFrame_GetBack(frame);
     Py_DECREF(object(frame));
@@ -162,7 +200,7 @@ const CallSite* call_site() {
   // a vote: such calls come from wherever there was time.
   if (!site) {
     PyCodeObject* code = PyFrame_GetCode(innermost);
-    site = site_of(innermost, code, false);
+    site = site_of(innermost, code, false, nullptr);
     Py_DECREF(object(code));
   }
   Py_DECREF(object(innermost));

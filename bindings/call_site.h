@@ -9,8 +9,9 @@
 
 namespace photinus {
 
-// Folders whose frames are passed over, each ending with a slash. Replaces the earlier list.
-void set_library_folders(std::vector<std::string> folders);
+// Folders whose frames are passed over, and the one among them whose functions messages name, each ending
+// with a slash. Replaces the earlier ones.
+void set_library_folders(std::vector<std::string> folders, std::string named);
 
 // The place of the call, or null when no Python runs. Needs the interpreter's lock. Costs about a
 // microsecond: code objects are looked at once.

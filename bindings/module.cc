@@ -398,7 +398,7 @@ NB_MODULE(_native, m) {
   });
   m.def("go_on_at_exit", [] { goes_on_at_exit = true; });
   m.def("set_label", &set_label, "label"_a);
-  m.def("set_library_folders", &set_library_folders, "folders"_a);
+  m.def("set_library_folders", &set_library_folders, "folders"_a, "named"_a);
   m.def("call_site", &site_text);
   m.def("usable_cores", &usable_cores);
   m.def("instruction_set", [] { return std::string(name(best_instruction_set())); });

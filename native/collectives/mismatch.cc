@@ -1,6 +1,7 @@
 #include "collectives/mismatch.h"
 
 #include <algorithm>
+#include <set>
 
 #include "base/error.h"
 
@@ -19,6 +20,27 @@ std::string list_of(const RankSet& set) {
     if (end - i > 1) out += text("-%u", ranks[end - 1]);
   }
   return out;
+}
+
+// Where a site names the function that the user called: "train.py:41 (photinus.evaluate)"; npos where it does
+// not.
+size_t function_begin(const std::string& site) {
+  return site.rfind(" (photinus.");
+}
+
+std::string function_of(const PostedCall& call) {
+  const size_t begin = function_begin(call.site);
+  return begin == std::string::npos ? "" : call.site.substr(begin + 2, call.site.size() - begin - 3);
+}
+
+// "photinus.evaluate at train.py:41 (all_gather of int64[1])"
+std::string describe_function(const PostedCall& posted) {
+  const std::string function = function_of(posted);
+  if (function.empty()) return describe(posted);
+  PostedCall inner = posted;
+  inner.site.clear();
+  return function + " at " + posted.site.substr(0, function_begin(posted.site)) + " (" + describe(inner) +
+         ")";
 }
 
 // Of calls that look alike, one with all their ranks.
@@ -80,15 +102,26 @@ bool follows_root(const CallDescriptor& call) {
 
 std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls,
                           const RankSet& others) {
-  std::string out = text("the ranks of group %s called different collectives as #%llu:", group.c_str(),
-                         static_cast<unsigned long long>(sequence));
+  std::set<std::string> functions;
+  for (const PostedCall& call : calls) functions.insert(function_of(call));
+  const bool by_function = functions.size() > 1;
+  std::string out =
+      text("the ranks of group %s called different %s as #%llu:", group.c_str(),
+           by_function ? "functions" : "collectives", static_cast<unsigned long long>(sequence));
   for (const PostedCall& call : distinct(calls))
-    out += " " + list_of(call.ranks) + " called " + describe(call) + ";";
+    out += " " + list_of(call.ranks) + " called " + (by_function ? describe_function(call) : describe(call)) +
+           ";";
   if (!others.is_empty()) out += " " + list_of(others) + " called still others;";
+  out += " no output was written. ";
+  if (by_function)
+    return out +
+           "Every rank must call the same functions, in the same order: move a call that only some ranks "
+           "reach "
+           "(such as one below `if is_main:`) to where all ranks do.";
   return out +
-         " no output was written. Every rank must call the same collectives, in the same order, on tensors "
-         "of the "
-         "same shape and type, all on CPUs or all on GPUs.";
+         "Every rank must call the same collectives, in the same order, on tensors of the same shape and "
+         "type, "
+         "all on CPUs or all on GPUs.";
 }
 
 std::string out_of_step_text(const std::string& group, uint64_t sequence,

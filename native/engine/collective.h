@@ -30,7 +30,7 @@ struct Part {
 
 // Where in the user's program a call stands. Sites live as long as the process.
 struct CallSite {
-  std::string text;   // "train.py:41"
+  std::string text;   // "train.py:41", or "train.py:41 (photinus.evaluate)"
   uint32_t hash = 0;  // of the text, never 0
   bool votes = true;  // false where ranks come from different places by design: it is only shown
   static CallSite of(const std::string& text);

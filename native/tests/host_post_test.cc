@@ -83,6 +83,26 @@ TEST(every_side_of_a_mismatch_is_named_on_all_ranks) {
   }
 }
 
+TEST(a_mismatch_names_the_functions_of_the_program_where_they_differ) {
+  auto call = [](uint32_t rank) { return sum_of(rank ? 29 : 1); };
+  auto named = [](uint32_t rank) {
+    return rank ? "my (1)/a.py:2 (photinus.Loop)" : "a.py:5 (photinus.evaluate)";
+  };
+  auto partly = [](uint32_t rank) { return rank ? "my (1)/a.py:2" : "a.py:5 (photinus.evaluate)"; };
+  auto same = [](uint32_t) { return "a.py:5 (photinus.evaluate)"; };
+  auto text_of = [&](auto site) {
+    const HostPost post = meet(kUneven, call, site)[0];
+    return mismatch_text("g", 5, post.calls, post.left_out);
+  };
+  CHECK_CONTAINS(text_of(named),
+                 "called different functions as #5: rank 0 called photinus.evaluate at a.py:5 (");
+  CHECK_CONTAINS(text_of(named),
+                 "; ranks 1-8 called photinus.Loop at my (1)/a.py:2 (all_reduce of float32[29] (sum));");
+  CHECK_CONTAINS(text_of(partly), "; ranks 1-8 called all_reduce of float32[29] (sum) at my (1)/a.py:2;");
+  CHECK_CONTAINS(text_of(same),
+                 "different collectives as #5: rank 0 called all_reduce of float32[1] (sum) at a.py:5 (");
+}
+
 TEST(calls_that_do_not_fit_still_count) {
   const Levels levels = levels_of({"a", "a", "b", "b", "c", "c", "d", "d"});
   auto site = [](uint32_t rank) { return std::string(127, static_cast<char>('a' + rank)); };

@@ -123,12 +123,13 @@ class Place(NamedTuple):
 def pass_over_frames_of(paths: Sequence[str]) -> None:
     """Set which libraries lie between the user's program and the engine; replaces an earlier list.
 
-    Messages quote the innermost line of the program outside of these. Photinus itself always counts as one.
+    Messages quote the innermost line of the program outside of these. Photinus itself always counts as one. They name
+    the function of its trainer that this line called.
 
     Args:
         paths: files, or folders that end with a slash.
     """
-    _native.set_library_folders([os.path.dirname(os.path.abspath(__file__)) + os.sep, *paths])
+    _native.set_library_folders([(own := os.path.dirname(os.path.abspath(__file__)) + "/"), *paths], own + "trainer/")
 
 
 pass_over_frames_of([])

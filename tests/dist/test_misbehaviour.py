@@ -7,6 +7,7 @@ weights of the same training without misbehaviour.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ SAID = {
     "other lr": ARGUMENTS + r"optimizer.step\(\) in step 4, group 1, lr=0.01 on rank 0, 0.05 on rank 1. All need",
     "zero_grad left out": ARGUMENTS + r"before optimizer.step\(\) in step 5, gradients of the step before kept=False",
     "step left out": (
-        "rank 0 made 1 optimizer step, rank 1 made 0|rank 0 called broadcast .* rank 1 called all_(reduce|gather)|"
+        "rank 0 made 1 optimizer step, rank 1 made 0"
+        "|rank 0 called broadcast .* rank 1 called (all_(reduce|gather)|photinus.Loop)|"
         + CALLS  # which of them comes first, the clock decides
         + r".*optimizer.step\(\) in step 4=made on rank 0, absent on rank 1"
     ),
@@ -73,10 +75,22 @@ def test_ranks_that_step_or_clip_differently_are_stopped(tmp_path: Path) -> None
     for (way, strategy), ranks in found.items():
         assert all(text.startswith("error: ") for text in ranks), (way, strategy, ranks)
         split = way.startswith("clip") and strategy != "zero1"  # whose norm is exchanged: the calls no longer match
-        words = "called different collectives" if split else SAID[way]
+        words = "called different (functions|collectives)" if split else SAID[way]
         assert all(re.search(words, text) for text in ranks), (way, strategy, ranks)
     for (_, strategy), ranks in outcomes(__name__, tmp_path / "own", ["step left out, own loop"], ("zero2",)).items():
         assert all("rank 0 made 1 optimizer step, rank 1 made 0" in text for text in ranks), (strategy, ranks)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+def test_a_function_that_one_rank_calls_alone_is_named_with_its_line(tmp_path: Path) -> None:
+    found = outcomes(__name__, tmp_path, ["evaluate alone", "save alone"], ("ddp",))
+    for (way, _), ranks in found.items():
+        name = f"photinus.{way.split()[0]}"
+        for text in ranks:
+            line, call = r"dist/test_misbehaviour.py:\d+", r"\(all_(gather|reduce) of \w+\[\d+\][^;]*\)"
+            first = rf"rank 0 called photinus\.Loop(\.backward)? at {line} {call}; "
+            assert re.search(rf"functions as #\d+: {first}rank 1 called {name} at {line} {call}; ", text), text
+            assert "Every rank must call the same functions, in the same order: move a call" in text
 
 
 @pytest.mark.slow
