@@ -49,15 +49,15 @@ FLOORS = {
 # promise the lines keep.
 BUDGET = {
     "backend": 2249,
-    "cli": 988,
-    "compat": 617,
-    "job": 2290,
-    "parallel": 5395,
-    "run": 3496,
+    "cli": 994,
+    "compat": 612,
+    "job": 2289,
+    "parallel": 5393,
+    "run": 3494,
     "runlog": 1212,
     "templates": 188,
-    "tools": 2057,
-    "top": 1036,
+    "tools": 2058,
+    "top": 1042,
     "trainer": 9783,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.

@@ -3,6 +3,7 @@
 Left out are the frames of Photinus, and those of libraries that it calls, on the way to code of the user's (a data set,
 a metric), and all frames below the user's last line where Photinus raised on purpose: then the message says it. An
 error that Photinus did not raise on purpose keeps every frame below that line, because it may be a bug in Photinus.
+Left out, too, is the cause of such an error of Photinus, if its message quotes it and no line of the user's is in it.
 PHOTINUS_FULL_TRACEBACK=1 keeps all frames. Only what is printed at the end of a process is shortened: debuggers,
 loggers and tests see the error as it is.
 """
@@ -13,6 +14,7 @@ import opcode
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import TracebackType
 
 from . import env
@@ -45,15 +47,25 @@ def shorten(error: BaseException) -> None:
     while link is not None and id(link) not in ids and not env.FULL_TRACEBACK.get():
         ids.add(id(link))
         link.__traceback__ = _shorten(link)
+        if isinstance(link, PhotinusError) and link.__cause__ is not None and _is_quoted(link.__cause__, str(link)):
+            link.__cause__ = None
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _shorten(error: BaseException) -> TracebackType | None:
-    steps: list[TracebackType] = []
+def _is_quoted(cause: BaseException, text: str) -> bool:
+    """Return whether a text says all that a user can learn from the cause."""
+    return str(cause) in text and not isinstance(cause, PhotinusError) and not any(map(_is_users, _steps(cause)))
+
+
+def _steps(error: BaseException) -> Iterator[TracebackType]:
     step = error.__traceback__
     while step is not None:
-        steps.append(step)
+        yield step
         step = step.tb_next
+
+
+def _shorten(error: BaseException) -> TracebackType | None:
+    steps = [*_steps(error)]
     frames: list[TracebackType] = []
     between: list[TracebackType] = []  # of libraries, since the user's last frame
     for each in steps:

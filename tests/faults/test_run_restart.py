@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -233,8 +235,9 @@ with photinus.init(backend="gloo"):
 def test_a_run_that_gets_further_each_time_is_tried_again_from_its_checkpoint(tmp_path):
     ended = run_job("--nproc-per-node", "1", "--cpu", script(tmp_path, FAILS_FURTHER_ON), tmp_path / "run")
     assert ended.code == 1, ended.out + ended.err
-    assert "restarting the worker from step 10 (restart 1 of 3)\n" in ended.err
-    assert "restarting the worker from step 20 (restart 2 of 3)" in ended.err
+    assert "restarting the worker (restart 1 of 3)\n" in ended.err
+    assert "restarting the worker (restart 2 of 3)" in ended.err
+    assert re.findall(r"^resumed from .*/step-0*(\d+): ", ended.out, re.MULTILINE) == ["10", "20"]
     assert "OSError happened again at" in ended.err
 
 
@@ -344,3 +347,38 @@ def test_a_rank_with_fewer_batches_is_the_first_cause_and_the_job_is_not_started
     assert ended.err.count("PeerLostError: rank 1") == 2  # in the head and in the traceback
     assert "not restarting: rank 1 exited with code 0 while others had more to do" in ended.err
     assert "the first cause was rank 1, see above" in ended.err
+
+
+INTERRUPTED = """
+import signal, sys, time, torch, photinus
+with photinus.init(backend="gloo"):
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [(torch.ones(1), torch.ones(1))] * 4
+    for x, y in (loop := photinus.Loop(model, optimizer, data, batch_size=1, epochs=1000, out=sys.argv[1])):
+        loop.backward((model(x) - y).square().mean())
+        optimizer.step()
+        if loop.step == 10:
+            if "by itself" in sys.argv:
+                signal.raise_signal(signal.SIGINT)
+            loop.out.joinpath("waits").write_text("yes")
+            time.sleep(600)
+"""
+
+
+def test_after_ctrl_c_the_launcher_tells_the_last_checkpoint_and_how_to_go_on(tmp_path):
+    run = tmp_path / "run"
+    job = RunningJob(["--nproc-per-node", "1", "--cpu", script(tmp_path, INTERRUPTED), run])
+    job.wait_for(run / "waits")
+    job.send(signal.SIGINT)
+    lines = job.end().err.splitlines()
+    assert lines[-2] == "photinus: the last checkpoint is of step 8; the same command resumes from there"
+    assert lines[-1].startswith("photinus: ended by SIGINT: ")
+
+
+def test_after_ctrl_c_the_script_itself_tells_the_last_checkpoint_where_there_is_no_launcher(tmp_path):
+    command = [sys.executable, script(tmp_path, INTERRUPTED), tmp_path / "run", "by itself"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    path = tmp_path / "run" / "checkpoints" / "step-00000008"
+    assert f"the last checkpoint is {path}; the same command resumes from there\n" in ended.stdout
+    assert "KeyboardInterrupt" in ended.stderr

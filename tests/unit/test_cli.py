@@ -87,7 +87,7 @@ def test_help_of_a_command_fits_a_terminal(capsys, command):
         ("report run -o runs", "that is a folder; give a file"),
         ("report runs", "there is no run in runs"),
         ("report ~nobody-of-that-name/run", "there is no such folder"),
-        ("export run", "needs -o FILE.safetensors, not ''."),
+        ("export run", "photinus export --out ?: needs the name of a file, like model.safetensors."),
         ("export -o x.safetensors", "the following arguments are required: RUN"),
         ("export run -o x.safetensors --dtype float61", "needs float32, float16 or bfloat16. Did you mean float16?"),
         ("export run -o x.safetensors", "run has no manifest"),
@@ -106,6 +106,14 @@ def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, monke
     assert text in shown.err
     assert shown.err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "runs"]
+
+
+def test_flags_of_run_behind_the_script_get_a_note(capfd):
+    assert main(["run", "--dry-run", __file__, "--epochs", "3", "--nproc_per_node=2"]) == 0
+    advice = f"if --nproc_per_node is for `photinus run`, write it before {__file__}"
+    assert f"photinus: note: the script gets what follows its name; {advice}\n" in capfd.readouterr().err
+    assert main(["run", "--dry-run", __file__, "--log-dir", "logs"]) == 0  # which scripts have, too
+    assert "note" not in capfd.readouterr().err
 
 
 def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_misspelt_one(capfd, monkeypatch):

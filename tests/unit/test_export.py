@@ -138,12 +138,15 @@ def test_what_cannot_be_exported_is_told_in_one_line_and_nothing_is_left(
     large = save(tmp_path / "large", model={"weight": torch.tensor([1.0, -7e4])}, plain={"a": 1})
     before = sorted(tmp_path.iterdir())
     cases: list[tuple[list[Any], str]] = [
-        ([run], "needs -o FILE.safetensors, not ''."),
+        ([run], "photinus export --out ?: needs the name of a file, like model.safetensors."),
         (["-o", path], "the following arguments are required: RUN"),
-        ([run, "-o", tmp_path / "model.pt"], "needs -o FILE.safetensors, not "),
+        ([run, "-o", tmp_path / "model.pt"], "model.pt: needs the name of a file, like model.safetensors."),
         ([run, "-o", tmp_path / "there.safetensors"], "that exists already; use another name, or remove it."),
         ([run, "-o", tmp_path / "no" / "x.safetensors"], f"there is no {tmp_path / 'no'}."),
-        ([run, "-o", "/proc/model.safetensors"], "/proc/model.safetensors could not be written: "),
+        (
+            [run, "-o", "/proc/model.safetensors"],
+            "photinus export: /proc/model.safetensors could not be written: ",
+        ),
         (
             [run, "-o", path, "--dtype", "float61"],
             "--dtype float61: needs float32, float16 or bfloat16. Did you mean float16",

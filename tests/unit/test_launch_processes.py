@@ -17,7 +17,6 @@ import pytest
 from photinus.job.attempt import AttemptMembers
 from photinus.job.deaths import root_cause, suspension_words
 from photinus.job.spec import JobSpec, Program
-from photinus.job.worker_files import PROGRESS_AT, Head, key_of, make_image_files, pack_head, progress_bytes
 from photinus.run.local.guard import Guard, as_subreaper
 from photinus.run.local.interrupts import Interrupted, handle_signals
 from photinus.run.local.job import Job
@@ -416,29 +415,3 @@ def test_a_guard_that_was_killed_does_not_disturb_its_launcher():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("fine\n", "", 0)
-
-
-def test_a_snapshot_counts_as_saved_when_each_worker_has_it(tmp_path):
-    job = Job(JobSpec(Program("script", "x.py")), "job", 2, {}, images=make_image_files(2))
-    with handle_signals() as interrupts:
-        output = Output()
-        processes = Processes(
-            job, AttemptMembers((2,), 0, 0, "job", 0), guard=NoGuard(), output=output, interrupts=interrupts
-        )
-        output.close()
-
-    def seal(local_rank, side, step, run=""):
-        head = Head(key_of(run), step, local_rank, 2, local_rank, 2)
-        Path(job.images[local_rank][side]).write_bytes(pack_head(head).ljust(PROGRESS_AT, b"\0") + progress_bytes(step))
-
-    assert processes.saved_step() == -1
-    seal(0, 0, 4)
-    seal(1, 1, 4, run="another")
-    assert processes.saved_step() == -1
-    seal(1, 1, 4)
-    seal(0, 1, 8)
-    assert processes.saved_step() == 4
-    Path(job.images[0][0]).write_bytes(bytes(4096))  # being written
-    assert processes.saved_step() == -1
-    seal(1, 0, 8)
-    assert processes.saved_step() == 8

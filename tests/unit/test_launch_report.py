@@ -121,12 +121,15 @@ class TestWords:
             death(1, KILLED),
             death(2, -signal.SIGTERM, ended_by_us=True),
             death(3, KILLED, ended_by_us=True),
+            death(4, 1, raised=raised("ValueError", f"reading failed on rank 1 (host vm). Rank 4 {HAD_NO_ERROR}.")),
+            death(5, 1, raised=raised("PeerLostError", "rank 0 (pid 4000) was lost", at=10.0)),
         ]
         assert tell(deaths, next_step="restarting all 4 workers") == (
             "\n"
             "photinus: rank 1 (pid 4001) was killed by SIGKILL\n"
             "photinus:   local rank 1 of host vm, attempt 0, 3.2 s after its start\n"
-            "photinus: rank 0 (pid 4000) failed as a consequence: PeerLostError: rank 1 (pid 4001) was lost\n"
+            "photinus: ranks 0, 4 failed as a consequence\n"
+            "photinus: rank 5 (pid 4005) failed as a consequence: PeerLostError: rank 0 (pid 4000) was lost\n"
             "photinus: rank 2 ended by the launcher\n"
             "photinus: rank 3 did not exit in time: killed by the launcher\n"
             "photinus: restarting all 4 workers\n"

@@ -387,5 +387,6 @@ def test_the_page_lies_in_the_runs_folder_or_where_it_is_told(
     capsys.readouterr()
     assert main(["report", "runs/one", "-o", "-"]) == 0
     assert capsys.readouterr().out.endswith("</html>\n")
-    assert main(["report", "runs/one", "-o", "/proc/x.html"]) == 1
-    assert "the page could not be written to /proc/x.html" in capsys.readouterr().err
+    assert main(["report", "runs/one", "-o", "/proc/x.html"]) == 2
+    error = capsys.readouterr().err
+    assert error == "photinus: photinus report: /proc/x.html could not be written: No such file or directory.\n"

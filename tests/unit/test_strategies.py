@@ -254,6 +254,12 @@ def test_a_process_that_is_alone_saves_a_split_model_by_itself(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("alone")
+def test_none_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"^optimizer is None, but a torch.optim.Optimizer is needed"):
+        photinus.wrap(nn.Linear(1, 1), None)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_model_of_which_only_parts_are_split_counts_as_wrapped() -> None:
     from torch.distributed.fsdp import fully_shard
 

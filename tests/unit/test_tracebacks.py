@@ -68,6 +68,23 @@ def test_an_error_in_a_data_set_shows_the_users_lines_on_both_sides(tmp_path: Pa
     assert "dataloader.py" not in text  # torch's frames between ours
 
 
+UNWRITABLE = """
+import photinus, torch
+from torch.utils.data import TensorDataset
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=2, epochs=1, out="/proc/no/folder")
+"""
+
+
+@pytest.mark.seconds
+def test_the_systems_error_that_a_message_quotes_has_no_traceback_of_its_own(tmp_path: Path) -> None:
+    text = shown(tmp_path, UNWRITABLE)
+    assert "HostError: rank 0 cannot write into /proc/no/folder on host " in text
+    assert text.count("Traceback (most recent call last)") == 1
+    assert shown(tmp_path, UNWRITABLE, PHOTINUS_FULL_TRACEBACK="1").count("Traceback (most recent call last)") > 1
+
+
 @pytest.mark.seconds
 def test_what_nobody_meant_keeps_every_frame(tmp_path: Path) -> None:
     text = shown(tmp_path, UNEXPECTED)

@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     typed = parser().parse(arguments)
     path, run = Path(typed.out), Path(typed.run)
     if path.suffix != ".safetensors":
-        raise UsageError(f"photinus export: needs -o FILE.safetensors, not {typed.out!r}.")
+        raise UsageError(f"photinus export --out {typed.out or '?'}: needs the name of a file, like model.safetensors.")
     if path.exists() or not path.parent.is_dir():
         why = "that exists already; use another name, or remove it" if path.exists() else f"there is no {path.parent}"
-        raise UsageError(f"photinus export -o {path}: {why}.")
+        raise UsageError(f"photinus export --out {path}: {why}.")
     if not run.exists():
         raise UsageError(f"photinus export {run}: there is no such folder.")
     from safetensors.torch import save
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         with replacing(path) as unfinished, DurableFile(unfinished) as file:
             file.write(save(tensors, {"format": "pt", **tied}))
     except (OSError, KeyError) as error:  # a type that the format does not have is a KeyError
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise UsageError(f"photinus export: {path} could not be written: {error}.") from error
     for name, first in tied.items():
         print(f"{name} is tied to {first}, which is written")
     print(f"{path} ({size(path.stat().st_size)}): {plural(len(tensors), 'tensor')} from {checkpoint.path}")

@@ -327,8 +327,11 @@ def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> l
     same = [d.rank for d in rest if not d.ended_by_us and d.raised is not None and signature(d) == signature(cause)]
     # A missing file or a bug hits all ranks alike: one line is enough for them.
     lines = [f"the same on {name_ranks(same, 8)}"] if same else []
+    # Their errors name this cause, which is said above.
+    consequences = [d.rank for d in rest if d.consequence and d.raised and f"rank {cause.rank} (" in d.raised.text]
+    lines += [f"{name_ranks(consequences, 8)} failed as a consequence"] if consequences else []
     for death in rest:
-        if death.ended_by_us or death.rank in same:
+        if death.ended_by_us or death.rank in (*same, *consequences):
             continue
         words = _headline(death)
         if death.consequence and death.raised is not None:

@@ -36,7 +36,7 @@ class Report:
     Attributes:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
-        steps: the most that a worker has reported (see status.py); `saved`: the newest that all hosts can resume from.
+        steps: the most that a worker has reported (see status.py).
         run: the run that the steps are counted in; empty where each process counts its own from 0.
         oom: kills for want of memory during the attempt, in words.
     """
@@ -44,7 +44,6 @@ class Report:
     deaths: tuple[Death, ...]
     finished: tuple[int, ...]
     steps: int = 0
-    saved: int = -1
     oom: str = ""
     run: str = ""
 
@@ -92,7 +91,6 @@ def of_all_hosts(reports: Sequence[Report]) -> Report:
         deaths,
         finished=tuple(sorted(rank for report in reports for rank in report.finished)),
         steps=furthest.steps,
-        saved=min((report.saved for report in reports if report.saved >= 0), default=-1),
         oom=next(report.oom for report in reports if cause in report.deaths),
         run=furthest.run,
     )
@@ -204,8 +202,7 @@ class RestartPolicy:
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
         if restart:
             workers = f"all {world_size} workers" if world_size > 1 else "the worker"
-            place = f" from step {now.saved}" if now.saved >= 0 else ""
-            next_step = f"restarting {workers}{place} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
+            next_step = f"restarting {workers} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
         elif why_not is not None:
             next_step = f"not restarting: {why_not}"
         elif self._max_restarts == 0:

@@ -7,7 +7,7 @@
                  -  it would not be heard
     steps    how far training is: the run's step where a Loop says it, else the steps of torch's optimizers in this
              process, or its calls of `suspend_requested`; 0 before the first
-    saved    the run's step at its newest checkpoint or snapshot, of this process or resumed from; -1 for none
+    saved    the run's step at its newest checkpoint on a disk, of this process or resumed from; -1 for none
     out      NUMBER:FOLDER of the run that it is in, and how many it began before; empty outside
 
 The launcher reads it when the worker is dead, too: a restart makes sense only if there is something to go on with.

@@ -94,7 +94,7 @@ class Agent:
         guard, output, interrupts, start_method: see their modules.
 
     Attributes:
-        suspension: words for it, when the workers saved and left because the launcher was asked to end.
+        suspension: what is saved, when the launcher was asked to end; None for nothing.
         ended_workers: whether there were workers to be ended when `run` left.
     """
 
@@ -162,6 +162,8 @@ class Agent:
             grace_s = _KEYBOARD_GRACE_S if number in FROM_A_KEYBOARD else self._grace_s
             # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
             self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
+            if self.suspension is None and self._processes and (step := self._processes.saved_step()) >= 0:
+                self.suspension = f"the last checkpoint is of step {step}"
             raise
         finally:
             self.ended_workers = self._processes is not None
@@ -237,8 +239,7 @@ class Agent:
             self._output.say(text, alarm=True)
             self._peers.leave(reason, 1)
             raise JobEndedError(f"this host {reason}")
-        steps, saved, oom = processes.steps(), processes.saved_step(), oom_since(oom_before)
-        report = Report(deaths, finished, steps, saved, oom, processes.out())
+        report = Report(deaths, finished, processes.steps(), oom_since(oom_before), processes.out())
         return self._peers.verdict_on(report, self._raise_if_interrupted)
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:

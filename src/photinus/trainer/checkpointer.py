@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import env
 from ..errors import PhotinusError
 from ..job import status
 from ..parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, together
 from ..parallel.exchange.tensors import tensors_in
 from ..parallel.zero.split_states import is_known_split
 from ..runlog.tables import Row
-from ..runlog.units import size
 from .checkpoint import state_memory
 from .checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, opened_by_all
 from .checkpoint.image import Content
@@ -83,13 +83,19 @@ class Checkpointer:
         self._written: Path | None = None  # on rank 0: the newest
         self._order: Order | None = None  # on a rank that leads a writing: the last one
         self.snapshots = Snapshots(session, folder.run, spec.saving.snapshot_every, splits=state.splits())
-        session.at_end(lambda _: wait_for_writer())
+        session.at_end(self._at_end)
+
+    def _at_end(self, error: BaseException | None) -> None:
+        wait_for_writer()
+        newest = self._written or self.newest
+        if isinstance(error, KeyboardInterrupt) and newest and env.WORKER_FILES.get() is None and self._session.is_main:
+            say(f"the last checkpoint is {newest}; the same command resumes from there")
 
     # -- on the way to the disk --------------------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> bool:
         """A step is done, and counts when this returns. Returns whether to `take` a snapshot now."""
-        return self.snapshots.step_ended(step, self.saved_step, self._busy_side)
+        return self.snapshots.step_ended(step, self._busy_side)
 
     def take(self, position: Position) -> None:
         """Take a snapshot of the step that is done."""
@@ -142,7 +148,7 @@ class Checkpointer:
         side: int | None = None
         memory.hosts()
         if snapshots.is_pending:
-            snapshots.decide(step, self.saved_step)
+            snapshots.decide(step)
         is_snapshot = snapshots.is_on and self._session.local_world_size <= state_memory.MOST_RANKS
         with together(f"copying what to save in {self.folder}"):
             content = self._state.image(position, streams, numbers, step)
@@ -193,6 +199,7 @@ class Checkpointer:
         """On rank 0: a checkpoint is on the disk. Raises ValueError: `best` names what its row does not have."""
         assert self._folder.path is not None, "a run that saves has a folder"
         self._written = self._folder.path / CHECKPOINTS / Path(path).name
+        status.update(saved=step)
         self._folder.record_event("checkpoint", step, name=self._written.name, seconds=round(seconds, 6))
         best = None if self._spec.saving.best is None else self._spec.saving.best.removeprefix("-")
         if best is not None and row is not None and best not in row:
@@ -263,18 +270,13 @@ class Checkpointer:
             if source is None:
                 return Restored(point, Position())
             position, numbers = self._state.load(source, batches_per_epoch)
-        status.update(saved=position.step)
         if isinstance(source, MemorySnapshot):
+            status.update(saved=-1 if answer["is_unsaved"] else source.saved_step)
             self.snapshots.go_on_from(source)
             return Restored(point, position, numbers, source.path, source.steps_lost, answer["is_unsaved"])
         self.saved_step, self.newest = position.step, source.path
+        status.update(saved=self.saved_step)
         return Restored(point, position, numbers, source.path)
-
-    def describe(self) -> str:
-        """Return the memory that snapshots and checkpoints took; "" for none."""
-        own = WRITER.memory.host_bytes
-        text = f"a copy for saves, in {size(own)} of memory on each host" if own else ""
-        return ", ".join(filter(None, (self.snapshots.describe(), text)))
 
 
 def wait_for_writer() -> None:

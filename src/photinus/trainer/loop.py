@@ -773,7 +773,7 @@ class Loop:
         how = self._spec.length.describe_end(position) + f" ({self._stopped_by})" * bool(self._stopped_by)
         shown = show_metrics(measurements(position.history[-1])) if position.history else ""
         how = f"{how}, {shown}" if shown else how
-        return "\n".join(filter(None, (how, self._folder.describe(), self._checkpointer.describe())))
+        return "\n".join(filter(None, (how, self._folder.describe())))
 
 
 def measurements(row: Row) -> Row:

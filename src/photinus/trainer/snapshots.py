@@ -29,12 +29,11 @@ import torch.distributed as dist
 
 from .. import env
 from ..errors import PhotinusError
-from ..job import status
 from ..job.cgroup import free_memory
 from ..job.worker_files import Head, WorkerFiles, key_of
 from ..job.world import name_ranks
 from ..parallel.exchange.agreement import gather_per_rank
-from ..runlog.units import plural, size
+from ..runlog.units import size
 from .checkpoint.image import Content, Copy, MemoryFile
 from .checkpoint.image_reader import MemorySnapshot, find_kept
 from .session.progress import say
@@ -66,7 +65,7 @@ class Snapshots:
         self._sealed: dict[int, int] = {}  # by side, the step of a snapshot that all ranks have
         self._copy: Copy | None = None  # the one that is being sealed, on the other side
         self._pending: tuple[int, int] | None = None  # its side and step, on all ranks, also where one has none
-        self._planned_step = self._next = self._count = 0
+        self._planned_step = self._next = self._count = 0  # all that were sealed
         self._planned_s = 0.0
         self._costs = _Costs()
         self._bytes = self._host_bytes = 0  # of this rank's first copy, and two of its host; 0 before it
@@ -147,11 +146,10 @@ class Snapshots:
             for file in self._files:
                 file.make_room(0)
 
-    def step_ended(self, step: int, saved: int, busy_side: int | None) -> bool:
+    def step_ended(self, step: int, busy_side: int | None) -> bool:
         """A step is done, and counts when this returns. Returns whether to `take` a snapshot now.
 
         Args:
-            saved: the step of the newest checkpoint.
             busy_side: the side from which a checkpoint is being written; None for none.
 
         Raises:
@@ -167,17 +165,13 @@ class Snapshots:
             )
         is_due = self.is_on and step >= self._next
         if is_due and (self._pending is not None or self.target(busy_side) is not None):
-            is_due = self.decide(step, saved)
+            is_due = self.decide(step)
         if self._files:
             self._files[0].note_progress(step)
         return is_due and self.target(busy_side) is not None
 
-    def decide(self, step: int, saved: int) -> bool:
-        """Agree on whether all ranks have sealed the last snapshot, and plan the next. Returns whether there are any.
-
-        Args:
-            saved: the step of the newest checkpoint.
-        """
+    def decide(self, step: int) -> bool:
+        """Agree on whether all ranks have sealed the last snapshot; plan the next. Returns whether there are any."""
         is_sealed = False
         pending, self._pending = self._pending, None
         copy, self._copy = self._copy, None
@@ -200,7 +194,6 @@ class Snapshots:
         if pending is not None and not failed:
             self._sealed[pending[0]] = pending[1]
             self._count += 1
-            status.update(saved=max(saved, pending[1]))
         often = _FIRST_INTERVAL if cost_s < 0 else max(1, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
         self._plan(step, self._every or often)
         return True
@@ -308,12 +301,6 @@ class Snapshots:
         """Return whether each rank's copy has a core that no rank computes on."""
         threads = self._session.local_world_size * (torch.get_num_threads() + 1)
         return self._session.device.type != "cpu" or len(os.sched_getaffinity(0)) >= threads
-
-    def describe(self) -> str:
-        """Return the number of snapshots, and their memory; "" if there were none."""
-        if not self._host_bytes:
-            return ""
-        return f"{plural(self._count, 'snapshot')} taken, in {size(self._host_bytes)} of memory on each host"
 
 
 class _Costs:

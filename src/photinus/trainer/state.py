@@ -34,7 +34,7 @@ from .checkpoint.position import Position
 from .checkpoint.states import (
     PlainState,
     bytes_held,
-    check_optimizer_state,
+    check_states,
     load_into,
     local_states,
     state_of,
@@ -51,6 +51,7 @@ from .session.progress import say
 from .session.session import Session
 
 _OWN = frozenset({"model", "optimizer", "position", "run", "rng"})  # all other entries are objects of `state`
+_START_OVER = 'To train this model from the start, give another `out`, or resume="never"; nothing was loaded.'
 _STREAM = "stream"  # but this one: the place in data without a length
 
 
@@ -181,7 +182,7 @@ class LoopState:
             CheckpointError: it is damaged, or does not fit what is trained.
             ValueError: it lies inside an epoch, whose rest could not be the same.
         """
-        path = checkpoint.path
+        path = checkpoint.path.absolute()  # as other ranks have it
         with together(f"loading {path}", is_long=True):
             content = checkpoint.load("cpu", mapped=("model", "optimizer"))
             missing = _OWN - set(content)
@@ -205,7 +206,7 @@ class LoopState:
             states = {_shown(name): item for name, item in others.items()}
             self._settings.add_groups(given, {"optimizer": content["optimizer"], **states})
             content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
-            check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
+            check_states({"model": self._model, "optimizer": self._optimizer}, content, str(path), _START_OVER)
             states = {name: self._settings.in_our_order(name, given, state) for name, state in states.items()}
             changed += self._settings.load(given, states, partial(self._put_back, content, path))
             for optimizer, mode in zip(self._switching, before.get("training", ()), strict=False):

@@ -60,25 +60,23 @@ def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str =
     headers = all_gather_bytes(own, group, len(own))
     if len({header[:_DIGEST_BYTES] for header in headers}) > 1:
         texts = [other.decode() for other in all_gather_bytes(text, group)]
-        raise ModelMismatchError(_difference([other.split("\n") for other in texts], group.rank()))
+        raise ModelMismatchError(_difference([other.split("\n") for other in texts]))
     gpus = [header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for header in headers]
     refuse_shared_gpus(gpus, str(dist.get_backend(group)), env.RANKS_PER_GPU.get())
 
 
-def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
+def _difference(models: Sequence[Sequence[str]]) -> str:
     """Return a text on the first line in which the models differ: which ranks have which variant of it."""
     count = max(len(model) for model in models)
-    at = [[model[i] if i < len(model) else None for model in models] for i in range(count)]
-    line = next(i for i in range(count) if len(set(at[i])) > 1)
-    variants = "; ".join(
-        f"{name_ranks(ranks)}: {'nothing more' if text is None else text}" for text, ranks in ranks_by(at[line]).items()
-    )
-    counts = sorted({len(model) for model in models})
-    sizes = f" (the models have {' and '.join(map(str, counts))} lines)" if len(counts) > 1 else ""
+    at = [[model[i] if i < len(model) else "no further parameter or buffer" for model in models] for i in range(count)]
+    variants = next(ranks_by(line) for line in at if len(set(line)) > 1)
+    difference = "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in variants.items())
+    counts = sorted({len(model) - 1 for model in models})  # but the first line, of options
+    sizes = f" ({' and '.join(map(str, counts))} parameters and buffers)" if len(counts) > 1 else ""
     return (
-        f"the ranks of this group hold different models; seen from rank {rank}, the first difference is line {line + 1}"
-        f"{sizes}: {variants}. Build the same model on every rank, with the same options, before wrapping it; what "
-        f"depends on the rank (data, seeds, devices) must not change names, shapes, dtypes, order or requires_grad."
+        f"the ranks of this group hold different models{sizes}. First difference: {difference}. Build the same model "
+        f"on every rank, with the same options, before wrapping it; what depends on the rank (data, seeds, devices) "
+        f"must not change names, shapes, dtypes, order or requires_grad."
     )
 
 
@@ -146,7 +144,7 @@ def compare_parameters(pairs: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
     more = f" (and {len(differing) - 1} more of {len(pairs)} parameters)" if len(differing) > 1 else ""
     raise ModelMismatchError(
         f"{when}the ranks hold different weights: {_sides(digests[:, differing[0]].tolist())} in parameter {name} "
-        f"{list(parameter.shape)}{more}; seen from rank {group.rank()}. All ranks start from one model and make the "
+        f"{list(parameter.shape)}{more}. All ranks start from one model and make the "
         f"same steps, so something was done on some ranks only: another learning rate or optimizer, a step left out, "
         f"weights that were loaded or changed. Do it on all ranks, or on none. Where weights are to differ (local SGD, "
         f"processors that round differently), pass check_ranks=False to DistributedDataParallel or photinus.wrap. A "

@@ -36,7 +36,7 @@ from ...job.attempt import AttemptMembers
 from ...job.cgroup import text_of
 from ...job.deaths import Death, Raised
 from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
-from ...job.worker_files import WorkerFiles, key_of, path_of, read_head
+from ...job.worker_files import WorkerFiles, path_of
 from .guard import Guard
 from .interrupts import Interrupts
 from .job import Job
@@ -316,11 +316,8 @@ class Processes:
         return max(worker.last_status().steps for worker in self._workers)
 
     def saved_step(self) -> int:
-        """Return the step of the run's newest snapshot on this host, or of a newer checkpoint; -1 for none."""
-        run = key_of(self.out())
-        steps = [{head.step for head in map(read_head, pair) if head and head.run == run} for pair in self._job.images]
-        of_all = set.intersection(*steps) if steps else set()
-        return max([*of_all, *(worker.last_status().saved for worker in self._workers), -1])
+        """Return the step of the run's newest checkpoint; -1 for none."""
+        return max(worker.last_status().saved for worker in self._workers)
 
     def out(self) -> str:
         """Return the run that the workers were in (see status.py)."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...cli.parser import Parser
-from ...errors import LaunchError, UsageError
+from ...errors import UsageError
 from ...runlog.files import write_atomically
 from ...runlog.run import Run, run_folder
 from ...runlog.units import size
@@ -31,7 +31,7 @@ examples:
   photinus report runs/baseline runs/larger-batch -o compared.html
   photinus report -o - | gzip > report.html.gz
 
-exit code: 0; 1 if the page could not be written; 2 for wrong use."""
+exit code: 0; 2 for wrong use, or if the page could not be written."""
 
 
 def parser() -> Parser:
@@ -74,6 +74,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise LaunchError(f"the page could not be written to {path}: {error.strerror or error}") from error
+        raise UsageError(f"photinus report: {path} could not be written: {error.strerror or error}.") from error
     print(f"{path} ({size(len(text.encode()))}): open it in a browser; it needs nothing else")
     return 0

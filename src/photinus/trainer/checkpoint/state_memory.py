@@ -57,17 +57,12 @@ class HostImage:
 
 
 class StateMemory:
-    """The memory file of this process, and those of its host's ranks that it has opened.
-
-    Attributes:
-        host_bytes: of the last copy into files of the ranks' own, of all ranks of this host.
-    """
+    """The memory file of this process, and those of its host's ranks that it has opened."""
 
     def __init__(self) -> None:
         self._file: MemoryFile | None = None
         self._opened: dict[str, int] = {}
         self._group: tuple[Any, list[list[int]]] | None = None
-        self.host_bytes = 0
 
     def plan(self, content: Content, step: int = 0, *, alone: bool = False) -> Copy:
         """Return this rank's piece of a state, not copied yet.
@@ -100,7 +95,6 @@ class StateMemory:
             copy.wait_for_device()
         except (OSError, RuntimeError, ValueError) as error:  # such as a limit on this process
             return str(error) or type(error).__name__
-        self.host_bytes = copy.bytes * head.local_size
         return file
 
     def share(

@@ -239,8 +239,14 @@ def plain_names(state: Mapping[str, Any], wanted: Collection[str]) -> dict[str, 
     return copy.copy(state) if isinstance(state, dict) else dict(state)  # with the versions that torch noted
 
 
-def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> None:
-    """Raises unless each object can take its state, as far as can be told without changing it."""
+def check_states(
+    objects: Mapping[str, Any], states: Mapping[str, Any], source: str, advice: str = "Nothing was loaded."
+) -> None:
+    """Raises unless each object can take its state, as far as can be told without changing it.
+
+    Args:
+        source: the file or folder, for messages, which end with the advice.
+    """
     for name, target in objects.items():
         if not callable(getattr(target, "load_state_dict", None)):
             raise TypeError(
@@ -250,12 +256,14 @@ def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
         if name not in states:
             raise CheckpointError(f"{source} holds no {name!r}; it holds {', '.join(map(repr, states)) or 'nothing'}")
         if isinstance(target, nn.Module):
-            _check_module(name, inside(target), states[name], source)
+            _check_module(name, inside(target), states[name], source, advice)
         if isinstance(target, torch.optim.Optimizer):
-            check_optimizer_state(target, states[name], source, objects.values())
+            _check_optimizer(target, states[name], source, advice, objects.values())
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any, source: str, objects: Iterable[Any]) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, state: Any, source: str, advice: str, objects: Iterable[Any]
+) -> None:
     """Raises CheckpointError where a parameter has another shape than what `state` holds for it.
 
     Args:
@@ -274,7 +282,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any, source: 
                     raise CheckpointError(
                         f"the optimizer's state in {source} belongs to a different model: {kind} of {name} has shape "
                         f"{list(value.shape)} and the parameter {list(parameter.shape)}. Give the optimizer the same "
-                        f"parameters in the same order, or begin with a new one. Nothing was loaded."
+                        f"parameters in the same order, or begin with a new one. {advice}"
                     )
 
 
@@ -356,7 +364,7 @@ def _check_options(optimizer: torch.optim.Optimizer, needed: list[list[str]]) ->
             )
 
 
-def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:
+def _check_module(name: str, module: nn.Module, state: Any, source: str, advice: str) -> None:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{name} in {source} is a {type(state).__name__}, not the state of a model")
     wanted = module.state_dict()
@@ -375,9 +383,7 @@ def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None
         if ours.shape != theirs.shape:
             told.append(f"{key} has shape {list(theirs.shape)} and the model's {list(ours.shape)}")
     if told:
-        raise CheckpointError(
-            f"{name} in {source} belongs to a different model: {'; '.join(told[:6])}. Nothing was loaded."
-        )
+        raise CheckpointError(f"{name} in {source} belongs to a different model: {'; '.join(told[:6])}. {advice}")
 
 
 def _some(names: list[str]) -> str:

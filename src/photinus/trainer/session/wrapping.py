@@ -27,6 +27,7 @@ _FIT_FOR_SHARDS = (
     "gradient_as_bucket_view",
     "init_sync",
 )
+_ABSENT: Any = ...  # None is a mistake: wrap(model, None) would return the model alone
 WRAPPED = "_photinus_wrapped"  # attribute of a wrapped model: the strategy's name and sync_batch_norm, as given
 
 
@@ -54,7 +55,7 @@ def wrap(
 
 def wrap(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer = _ABSENT,
     *more: torch.optim.Optimizer,
     strategy: str = "ddp",
     sync_batch_norm: bool = True,
@@ -104,7 +105,7 @@ def wrap(
         raise TypeError(f"model is a {type(model).__name__}, but wrap needs a torch.nn.Module")
     if (unwrap(model) is not model and exchanges_gradients(model)) or strategy_of(model).splits(model):
         raise ValueError(f"the model is wrapped already ({type(model).__name__}); give the plain model to wrap")
-    optimizers = [each for each in (optimizer, *more) if each is not None]
+    optimizers = [each for each in (optimizer, *more) if each is not _ABSENT]
     for each in optimizers:
         check_optimizer(model, each)
     session = require_session("photinus.wrap")
@@ -203,7 +204,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         TypeError: not an optimizer.
     """
     if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, but a torch.optim.Optimizer is needed")
+        what = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise TypeError(f"optimizer is {what}, but a torch.optim.Optimizer is needed (or none: photinus.wrap(model))")
     foreign = _foreign_parameters(model, optimizer)
     if foreign:
         total = sum(len(group["params"]) for group in optimizer.param_groups)
