@@ -631,7 +631,7 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.
     told = capsys.readouterr().out
     assert again == {**first, "began_at": 18}
     assert "finished already: 3 of 3 epochs done" in told
-    assert "nothing to do; use --epochs N with N above 3, or resume='never'" in told
+    assert "nothing to do; give epochs=N with N above 3 to train more, or resume='never' to start over" in told
 
 
 def test_what_is_drawn_after_a_finished_run_is_what_was_drawn_after_it_ended(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_a_page_is_well_formed_and_needs_nothing_else(tmp_path: Path) -> None:
     for wanted in ("photinus run -n 2 train.py --out ", "OMP_NUM_THREADS 1"):
         assert wanted in found
     pictures = read.all("img")
+    assert "training loss (epoch)" in found
+    assert "training loss (step)" in found
     assert len(pictures) == 7
     assert "training loss: 1.9 at first, 0.5 at last" in pictures[0]["alt"]
 
@@ -208,6 +210,27 @@ def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path
     assert len(read.all("img")) == 6
     assert [run.name for run in (Run(one), Run(two))] == ["run", "run"]
     assert labels_of([Run(one), Run(two)]) == ["one/run", "two/run"]
+
+
+def test_curves_that_lie_on_each_other_are_told(tmp_path: Path) -> None:
+    one, two, shorter = write_run(tmp_path / "1"), write_run(tmp_path / "2"), write_run(tmp_path / "3", epochs=2)
+    nan = write_run(tmp_path / "4", nan_steps=range(1, 61))
+    lie = "the runs' curves of the loss lie on each other."
+    assert f"The losses of the steps are equal: {lie}" in words(check_alone(made(one, two)))
+    losses = (two / "losses.csv").read_text()
+    (two / "losses.csv").write_text(losses.replace(",0.5,", ",0.501,"))
+    assert f"The losses of the steps differ by at most 0.0010: {lie}" in words(check_alone(made(one, two)))
+    (two / "losses.csv").write_text(losses.replace(",0.5,", ",0.6,"))
+    for other in (two, shorter, nan):
+        assert lie not in words(check_alone(made(one, other)))
+
+
+def test_what_a_sentence_has_between_backticks_is_code(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    warning = {"time": 1.0, "event": "warning", "step": 3, "text": "write `a < b` & `c`"}
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(json.dumps(warning) + "\n")
+    assert "warning: write <code>a &lt; b</code> &amp; <code>c</code> (step 3)" in made(folder)
 
 
 @pytest.mark.parametrize("odd", [None, -1, math.nan, 10**30, "x", [None], {}])

@@ -215,7 +215,7 @@ def test_one_long_hiccup_makes_no_straggler_and_a_lasting_one_does() -> None:
             r"The exchange limits the speed: ranks wait for each other for \d+ % of a step.*larger batch",
         ),
         ({"data": 0.01}, "Data limits the speed"),
-        ({"forward": 0.1}, "Computing limits the speed"),
+        ({"forward": 0.1}, r"Computing limits the speed: it takes \d+ % of a step\."),
     ],
 )
 def test_what_limits_a_run_is_named_with_what_would_help(times: dict[str, float], sentence: str) -> None:

@@ -101,9 +101,9 @@ digits  running  2 ranks on a                                           14:15:00
 epoch 2 of 4  step 40 of 80  █████████████▌               50 %  about 0.4 s left
 10 667 samples/s  6.00 ms a step  trained 3.0 s  1 restart
 
-loss        0.6667  lowest 0.6667     ██▇▇▆▆▆▅▅▅▅▄▄▄▄▄▃▃▃▃▃▃▂▂▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁
-valid loss  0.7333  0.7333 to 1.1000  █▁
-accuracy    0.7500  0.5000 to 0.7500  ▁█
+loss (step)  0.6667  lowest 0.6667     ██▇▇▆▆▆▅▅▅▅▄▄▄▄▄▃▃▃▃▃▃▂▂▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁
+valid loss   0.7333  0.7333 to 1.1000  █▁
+accuracy     0.7500  0.5000 to 0.7500  ▁█
 
 a step of 5.80 ms, mean of 15 steps and 2 ranks
 dfffffffffffffffffffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbwwwwwwwwwwwwwwwwwoooo···
@@ -127,9 +127,9 @@ epoch 2 of 4  step 40 of 80
 10 667 samples/s  6.00 ms a step
 trained 3.0 s  1 restart
 
-loss        0.6667  █▇▆▆▅▅▄▄▃▃▃▂▂▂▂▂▁▁▁▁
-valid loss  0.7333  █▁
-accuracy    0.7500  ▁█
+loss (step)  0.6667  █▇▆▆▅▅▄▄▃▃▃▂▂▂▂▁▁▁▁
+valid loss   0.7333  █▁
+accuracy     0.7500  ▁█
 
 a step of 5.80 ms, mean of 15 steps
 dffffffffffffffbbbbbbbbbbbbbbwwwwwwwwoo·

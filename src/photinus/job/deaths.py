@@ -324,11 +324,12 @@ def _details(cause: Death, oom: str) -> list[str]:
 
 def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> list[str]:
     rest = sorted((death for death in deaths if death is not cause), key=lambda death: death.rank)
-    same = [d.rank for d in rest if not d.ended_by_us and d.raised is not None and signature(d) == signature(cause)]
+    own = [(d, d.raised.text) for d in rest if d.raised is not None and not d.ended_by_us]
+    same = [d.rank for d, _ in own if signature(d) == signature(cause)]
     # A missing file or a bug hits all ranks alike: one line is enough for them.
     lines = [f"the same on {name_ranks(same, 8)}"] if same else []
     # Their errors name this cause, which is said above.
-    consequences = [d.rank for d in rest if d.consequence and d.raised and f"rank {cause.rank} (" in d.raised.text]
+    consequences = [d.rank for d, text in own if d.consequence and f"rank {cause.rank} (" in text]
     lines += [f"{name_ranks(consequences, 8)} failed as a consequence"] if consequences else []
     for death in rest:
         if death.ended_by_us or death.rank in (*same, *consequences):

@@ -125,7 +125,7 @@ def limit(windows: Sequence[Window]) -> str:
         )
     if part["waiting"] >= _MUCH:
         return ""  # the slow rank is the cause
-    return f"Computing limits the speed: all but {percent(part['data'] + part['waiting'])} of a step."
+    return f"Computing limits the speed: it takes {percent(1 - part['data'] - part['waiting'])} of a step."
 
 
 _Times = Sequence[tuple[float, float, int]]  # by window: a rank's own time of a step, the median rank's, and the steps

@@ -7,6 +7,7 @@ import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def page(runs: Sequence[Run]) -> str:
         metrics=names,
         charts=charts(runs, labels),
         differences=differences(runs),
+        distance=distance(runs),
         now_s=time.time(),
         version=__version__,
         PHASES=PHASES,
@@ -142,12 +144,7 @@ def epochs(run: Run) -> dict[str, Any]:
     every = max(1, -(-len(run.epochs) // _ROWS))
     rows = [row for index, row in enumerate(run.epochs) if index % every == 0 or row is run.epochs[-1]]
     names = [name for name in dict.fromkeys(name for row in run.epochs for name in row) if name != "start"]
-    return {
-        "of": len(run.epochs),
-        "every": every,
-        "names": names,
-        "rows": [[_cell(r, n) for n in names] for r in rows],
-    }
+    return {"of": len(run.epochs), "every": every, "names": names, "rows": [[_cell(r, n) for n in names] for r in rows]}
 
 
 def _cell(row: Row, name: str) -> str:
@@ -204,6 +201,16 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     names = dict.fromkeys(name for options_ in every for name in options_)
     rows = [(name.replace("_", " "), [_text(options_.get(name)) for options_ in every]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def distance(runs: Sequence[Run]) -> str:
+    """Return a sentence where the losses of the runs' steps are about equal, so that one curve hides the others."""
+    first, *others = [[each.mean for each in run.losses.bins] for run in runs]
+    gaps = [abs(a - b) for other in others for a, b in zip_longest(first, other, fillvalue=math.inf)]
+    how = f"differ by at most {number(max(gaps))}" if any(gaps) else "are equal"
+    text = f"The losses of the steps {how}: the runs' curves of the loss lie on each other."
+    # Half a percent of the largest loss is a pixel of the chart.
+    return text if gaps and all(gap <= 0.005 * max(map(abs, first), default=0.0) for gap in gaps) else ""
 
 
 def _dict(found: object) -> Mapping[str, Any]:

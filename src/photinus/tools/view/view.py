@@ -160,7 +160,7 @@ def _facts(run: Run, ended: bool) -> list[str]:
 def _curves(run: Run, width: int) -> list[Text]:
     rows: list[tuple[str, float, str, Curve]] = []
     if run.losses.count:
-        rows.append(("loss", run.last_loss, f"lowest {number(run.losses.low)}", run.losses))
+        rows.append(("loss (step)", run.last_loss, f"lowest {number(run.losses.low)}", run.losses))
     elif run.epochs:
         curve = Curve(_POINTS, ((row["step"], row.get("loss", math.nan)) for row in run.epochs))
         rows.append(("loss", run.epochs[-1].get("loss", math.nan), f"lowest {number(curve.low)}", curve))

@@ -205,7 +205,8 @@ class Length:
         """Return, as a text, how the run ended, or how far it is."""
         if position.stopped_of or not self.reached(position):
             return f"stopped: {self.describe(position)}"
-        return f"finished: {plural(position.epochs_done, 'epoch')}, {plural(position.step, 'step')}"
+        epochs = position.epochs_done  # none in a short run by steps
+        return "finished: " + f"{plural(epochs, 'epoch')}, " * (epochs > 0) + plural(position.step, "step")
 
     def describe_nothing_to_do(self, position: Position) -> tuple[str, str]:
         """Why a run that is resumed is over, and what to do about it."""
@@ -215,4 +216,4 @@ class Length:
             else f"{self.wanted} of {plural(self.wanted, self.unit[:-1])} done"
         )
         more = max(self.wanted, position.stopped_of, position.step if self.epochs is None else position.epochs_done)
-        return done, f"use --{self.unit} N with N above {more}, or resume='never' to start over"
+        return done, f"give {self.unit}=N with N above {more} to train more, or resume='never' to start over"
