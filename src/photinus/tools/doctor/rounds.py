@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import LaunchError
-from ...run.from_python import launch
 from ...run.local.devices import VISIBLE
 from .finding import LATE
 from .plan import COPY, JobOutput, Plan
@@ -41,6 +40,8 @@ def measure(
     def receive(message: dict[str, Any]) -> None:
         begun[:] = message["begins"]
         show(" ".join(begun))
+
+    from ...run.from_python import launch
 
     while remaining and remaining[0] != COPY:
         # Nothing measured before a failure is used: a backend that hangs or crashes may have slowed the others.

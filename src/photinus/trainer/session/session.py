@@ -58,8 +58,6 @@ class Session:
         suspends: whether loops with `out` save and exit on SIGTERM and SIGUSR1.
         logical_shards: into how many shards loops cut each batch for the same bits on any number of ranks; 0: they cut
             it into the ranks' parts.
-        aside_s: seconds of work beside training (validation), not counted in the throughput.
-        loops: number of loops created so far.
     """
 
     rank: int
@@ -74,8 +72,8 @@ class Session:
     suspends: bool
     logical_shards: int
     _owned: bool
-    aside_s: float = 0.0
-    loops: int = 0
+    aside_s: float = 0.0  # seconds of work beside training (validation), not counted in the throughput
+    loops: int = 0  # created so far
     switching: list[Any] = field(default_factory=list)  # optimizers with train() and eval(), of loops whose bodies run
     before_evaluation: list[Callable[[], None]] = field(default_factory=list)  # of loops whose bodies run
     _open: bool = True
