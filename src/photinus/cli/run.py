@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 
     flags = parse_run(arguments)
     names = [word.partition("=")[0] for word in flags.spec.program.arguments]
-    if behind := [name for name in names if name.replace("_", "-") in _NO_SCRIPT_HAS]:
+    if (behind := [name for name in names if name.replace("_", "-") in _NO_SCRIPT_HAS]) and "--" not in names:
         advice = f"if {' '.join(behind)} is for `photinus run`, write it before {flags.spec.program.target}"
         print(f"photinus: note: the script gets what follows its name; {advice}", file=sys.stderr)
     text = shlex.join(mask_words(["photinus", "run", *arguments]))
