@@ -49,16 +49,16 @@ FLOORS = {
 # promise the lines keep.
 BUDGET = {
     "backend": 2249,
-    "cli": 994,
+    "cli": 988,
     "compat": 612,
     "job": 2290,
     "parallel": 5393,
-    "run": 3494,
+    "run": 3498,
     "runlog": 1212,
     "templates": 188,
     "tools": 2061,
     "top": 1042,
-    "trainer": 9784,
+    "trainer": 9778,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

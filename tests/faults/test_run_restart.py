@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -350,7 +348,7 @@ def test_a_rank_with_fewer_batches_is_the_first_cause_and_the_job_is_not_started
 
 
 INTERRUPTED = """
-import signal, sys, time, torch, photinus
+import sys, time, torch, photinus
 with photinus.init(backend="gloo"):
     model = torch.nn.Linear(1, 1)
     model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -359,8 +357,6 @@ with photinus.init(backend="gloo"):
         loop.backward((model(x) - y).square().mean())
         optimizer.step()
         if loop.step == 10:
-            if "by itself" in sys.argv:
-                signal.raise_signal(signal.SIGINT)
             loop.out.joinpath("waits").write_text("yes")
             time.sleep(600)
 """
@@ -374,11 +370,3 @@ def test_after_ctrl_c_the_launcher_tells_the_last_checkpoint_and_how_to_go_on(tm
     lines = job.end().err.splitlines()
     assert lines[-2] == "photinus: the last checkpoint is of step 8; the same command resumes from there"
     assert lines[-1].startswith("photinus: ended by SIGINT: ")
-
-
-def test_after_ctrl_c_the_script_itself_tells_the_last_checkpoint_where_there_is_no_launcher(tmp_path):
-    command = [sys.executable, script(tmp_path, INTERRUPTED), tmp_path / "run", "by itself"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    path = tmp_path / "run" / "checkpoints" / "step-00000008"
-    assert f"the last checkpoint is {path}; the same command resumes from there\n" in ended.stdout
-    assert "KeyboardInterrupt" in ended.stderr

@@ -110,11 +110,11 @@ def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, monke
 
 def test_flags_of_run_behind_the_script_get_a_note(capfd):
     assert main(["run", "--dry-run", __file__, "--epochs", "3", "--nproc_per_node=2"]) == 0
-    advice = f"if --nproc_per_node is for `photinus run`, write it before {__file__}"
-    assert f"photinus: note: the script gets what follows its name; {advice}\n" in capfd.readouterr().err
+    advice = f"write it before {__file__} if `photinus run` should have it"
+    assert f"photinus: the script gets --nproc_per_node=2: {advice}\n" in capfd.readouterr().err
     for words in (["--log-dir", "logs"], ["--", "--nnodes", "2"]):  # which scripts have, too, or this one for sure
         assert main(["run", "--dry-run", __file__, *words]) == 0
-        assert "note" not in capfd.readouterr().err
+        assert "the script gets" not in capfd.readouterr().err
 
 
 def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_misspelt_one(capfd, monkeypatch):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from .flags import run_parser as parser  # noqa: F401 (the pages read it)
 
 _FUNCTION = "photinus.run.function"
 _LONGEST_BYTES = 120 << 10
-_NO_SCRIPT_HAS = ("--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--hostfile", "--oversubscribe")
 _CHOOSES_DEVICES = ("--include", "--exclude", "--num-gpus")
 
 
@@ -27,10 +25,6 @@ def main(arguments: Sequence[str]) -> int:
     from .selection import for_this_host, select
 
     flags = parse_run(arguments)
-    names = [word.partition("=")[0] for word in flags.spec.program.arguments]
-    if (behind := [name for name in names if name.replace("_", "-") in _NO_SCRIPT_HAS]) and "--" not in names:
-        advice = f"if {' '.join(behind)} is for `photinus run`, write it before {flags.spec.program.target}"
-        print(f"photinus: note: the script gets what follows its name; {advice}", file=sys.stderr)
     text = shlex.join(mask_words(["photinus", "run", *arguments]))
     # Of photinus.launch the call is kept. The names of thousands of files are more than a variable holds.
     typed = text if flags.spec.program.target != _FUNCTION and len(text) < _LONGEST_BYTES else ""

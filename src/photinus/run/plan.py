@@ -33,6 +33,7 @@ from .local.worker import python_command
 
 _SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")  # whoever has set them
 _NOT_SHOWN = ("LOCAL_RANK", "RANK", "ROLE_RANK", env.LAUNCH.name)
+_NO_SCRIPT_HAS = ("--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--hostfile", "--oversubscribe")
 _CHOSEN_LATER = "chosen when it starts"
 
 
@@ -100,6 +101,9 @@ def _notes_on(spec: JobSpec, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"environment variable {name} is unknown. Did you mean {suggestion}?"
     if program.local_rank_flag is not None:
         yield f"{program.target} takes {program.local_rank_flag}: each worker gets it (to omit it: --use-env)"
+    behind = [word for word in program.arguments if word.partition("=")[0].replace("_", "-") in _NO_SCRIPT_HAS]
+    if behind and "--" not in program.arguments:
+        yield f"the script gets {' '.join(behind)}: write it before {program.target} if `photinus run` should have it"
     if missing := missing_packages(program):
         yield (
             f"{program.target} lists packages in its header (PEP 723) that {sys.executable} lacks: "

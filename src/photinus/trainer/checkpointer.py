@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import env
 from ..errors import PhotinusError
 from ..job import status
 from ..parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, together
@@ -83,13 +82,7 @@ class Checkpointer:
         self._written: Path | None = None  # on rank 0: the newest
         self._order: Order | None = None  # on a rank that leads a writing: the last one
         self.snapshots = Snapshots(session, folder.run, spec.saving.snapshot_every, splits=state.splits())
-        session.at_end(self._at_end)
-
-    def _at_end(self, error: BaseException | None) -> None:
-        wait_for_writer()
-        newest = self._written or self.newest
-        if isinstance(error, KeyboardInterrupt) and newest and env.WORKER_FILES.get() is None and self._session.is_main:
-            say(f"the last checkpoint is {newest}; the same command resumes from there")
+        session.at_end(lambda _: wait_for_writer())
 
     # -- on the way to the disk --------------------------------------------------------------------------------------
 

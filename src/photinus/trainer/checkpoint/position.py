@@ -205,8 +205,8 @@ class Length:
         """Return, as a text, how the run ended, or how far it is."""
         if position.stopped_of or not self.reached(position):
             return f"stopped: {self.describe(position)}"
-        epochs = position.epochs_done  # none in a short run by steps
-        return "finished: " + f"{plural(epochs, 'epoch')}, " * (epochs > 0) + plural(position.step, "step")
+        counts = {"epoch": position.epochs_done, "step": position.step}  # a run by steps may have no whole epoch
+        return "finished: " + ", ".join(plural(count, unit) for unit, count in counts.items() if count)
 
     def describe_nothing_to_do(self, position: Position) -> tuple[str, str]:
         """Why a run that is resumed is over, and what to do about it."""
