@@ -72,7 +72,6 @@ class Audit:
         wrapped: the models.
         every: steps from one audit to the next; "auto": as many as take 1 % of the time.
         shards: into how many each batch is cut, at least one for each rank.
-        scalers: which the body may change at its end.
 
     Attributes:
         place: which of each rank's shards was audited last.
@@ -80,12 +79,7 @@ class Audit:
     """
 
     def __init__(
-        self,
-        session: Session,
-        wrapped: Sequence[DistributedDataParallel],
-        every: int | Literal["auto"],
-        shards: int,
-        scalers: Sequence[torch.amp.GradScaler],
+        self, session: Session, wrapped: Sequence[DistributedDataParallel], every: int | Literal["auto"], shards: int
     ) -> None:
         self._session, self._wrapped = session, wrapped
         self._rank, self._ranks = session.rank, session.world_size
@@ -102,8 +96,7 @@ class Audit:
         self._batch: Batch | None = None  # of this rank; None where no digests are to be compared
         self._own: list[torch.Tensor] = []  # digests of gradients, by parameter
         self._again: list[torch.Tensor] = []  # those of the neighbour's batch
-        self._weights: list[torch.Tensor] = []  # with which the step began, as with these scales
-        self._scales = [(each, each.state_dict()) for each in scalers]
+        self._weights: list[torch.Tensor] = []  # with which the step began
         self._decided: list[tuple[Doubt, int | None]] = []
         self.place = 0
         self.doubts: list[Doubt] = []
@@ -135,7 +128,6 @@ class Audit:
         if not self._has_sent:
             _check(batch)
             self._has_sent = True
-        self._scales = [(each, each.state_dict()) for each, _ in self._scales]
         came = self._send(_packed(batch), {rank: (rank - 1) % self._ranks for rank in range(self._ranks)})
         return (self._rank + 1) % self._ranks, self._unpacked(came)
 
@@ -204,8 +196,6 @@ class Audit:
         """Put the weights back, and give the batch to the rank that decides: there, return it. All ranks call it."""
         for slot, value in zip(self._slots, self._weights, strict=True):
             slot.parameter.copy_(value)
-        for scaler, scale in self._scales:
-            scaler.load_state_dict(scale)
         third = doubt.third(self._ranks)
         data = _packed(self._batch) if self._rank == doubt.owner and self._batch is not None else b""
         came = self._send(data, {doubt.owner: third})

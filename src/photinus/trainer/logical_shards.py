@@ -42,7 +42,6 @@ class ShardSteps:
         seed: of the run, and of the loop in its session.
         batch_size: samples of a global batch.
         audit_every: see `Loop`.
-        scalers: of the loop's state.
 
     Attributes:
         shards: into how many each batch is cut.
@@ -61,7 +60,6 @@ class ShardSteps:
         seed: int,
         batch_size: int,
         audit_every: int | Literal["auto"] | None,
-        scalers: Sequence[torch.amp.GradScaler],
     ) -> None:
         self.shards = session.logical_shards
         self.own = own_shards(session.rank, session.world_size, self.shards)
@@ -85,8 +83,7 @@ class ShardSteps:
                     stacklevel=4,
                 )
         self._checks = ShardChecks(self._wrapped, optimizers)
-        parts = session, self._wrapped
-        self.audit = None if audit_every is None else Audit(*parts, audit_every, self.shards, scalers)
+        self.audit = None if audit_every is None else Audit(session, self._wrapped, audit_every, self.shards)
         self._batches = 1  # of the running step
         self._body = 0  # in the running step
         self._is_audited = False  # the running body

@@ -196,8 +196,7 @@ class Loop:
                 seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, self._number)
                 wrapped = [each for each in models[1:] if exchanges_gradients(each)]
                 parts = [model, *wrapped], optimizers
-                scalers = [each for each in others.values() if isinstance(each, torch.amp.GradScaler)]
-                self._shards = ShardSteps(session, *parts, seed, self._loader.batch_size, audit_every, scalers)
+                self._shards = ShardSteps(session, *parts, seed, self._loader.batch_size, audit_every)
                 self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
                 training |= {"logical_shards": session.logical_shards}
             batches, shares = self._loader, self._loader.shares
