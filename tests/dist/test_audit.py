@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -31,20 +32,25 @@ def train(
     is_stream: bool = False,
     every: int = 1,
     weighs: bool = False,
+    body: str = "",
 ) -> str:
     """Train with a bit flipped in step 5; return the error.
 
     Args:
         when: in whose batches the rank computes wrong: its own ones, those of others, or both; or "state", where each
-            body has another result.
+            body has another result; or "never".
+        body: "writes" into its batch, "scales" losses and gets an infinite gradient, "last" has another loss where a
+            step is due, gets "views"; or "leaves" the loop in another rank's batch, and goes on.
     """
     with photinus.init(device="cpu", seed=5, logical_shards=shards):
         plain = Net()
         model, optimizer = photinus.wrap(plain, torch.optim.Adam(plain.parameters(), lr=0.01), strategy=strategy)
         data: Any = stream if is_stream else points(96)
+        batches = photinus.loader(data, batch_size=24, collate_fn=views if body == "views" else None)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if body == "scales" else None
         loop = photinus.Loop(
-            model, optimizer, photinus.loader(data, batch_size=24), steps=9, accumulate=accumulate, report=QUIET,
-            audit_every=every,
+            model, optimizer, batches, steps=9, accumulate=accumulate, report=QUIET, audit_every=every,
+            state={} if scaler is None else {"scaler": scaler},
         )  # fmt: skip
         bodies = 0
 
@@ -55,20 +61,31 @@ def train(
             ):
                 gradient = gradient.clone()
                 gradient.view(torch.int32).view(-1)[3] ^= 1 << (bodies + rank) % 20 if when == "state" else 1 << 9
+                gradient *= math.inf if scaler is not None else 1.0
             return gradient
 
         weight = dict(plain.named_parameters())["0.weight"]
         weight.register_hook(flip)
         before = weight.detach().clone()
         try:
-            for inputs, targets in loop:
-                bodies += 1
-                loss = cross_entropy(model(inputs), targets)
-                loop.backward(loss, weight=2.0 * len(targets) if weighs else None)
-                if loop.step_due:
-                    before = weight.detach().clone()
-                    optimizer.step()
-                    optimizer.zero_grad()
+            for is_again in (False, True):
+                for inputs, targets in loop:
+                    if body == "leaves" and loop.step == STEP and not is_again:
+                        break
+                    bodies += 1
+                    inputs *= 0.5 if body == "writes" else 1.0
+                    loss = cross_entropy(model(inputs), targets)
+                    loss = loss * inputs.sum() if body == "views" else loss
+                    loss = loss + weight.square().sum() if body == "last" and loop.step_due else loss
+                    loop.backward(loss, weight=2.0 * len(targets) if weighs else None, scaler=scaler)
+                    if loop.step_due:
+                        before = weight.detach().clone()
+                        if scaler is None:
+                            optimizer.step()
+                        else:
+                            scaler.step(optimizer)
+                            scaler.update()
+                        optimizer.zero_grad()
         except PhotinusError as error:
             text = f"{type(error).__name__}: {error}"
         else:
@@ -83,6 +100,12 @@ def train(
 def stream(shard: int, shards: int) -> Iterator[Any]:
     data = points(96)
     return (data[index] for index in range(shard, 96, shards))
+
+
+def views(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """A batch whose sum is rounded in another way if its elements lie beside each other."""
+    wide = torch.stack([inputs for inputs, _ in samples]).t().repeat_interleave(2, 0)
+    return [wide[::2].t(), torch.stack([targets for _, targets in samples])]
 
 
 def errors(ranks: int, **options: Any) -> list[str]:
@@ -101,6 +124,8 @@ def errors(ranks: int, **options: Any) -> list[str]:
         (3, {"shards": 4, "wrong": 1, "accumulate": 2, "when": "both"}),
         (4, {"shards": 4, "wrong": 3, "is_stream": True, "every": 5}),
         (5, {"shards": 5, "wrong": 0}),
+        (3, {"shards": 3, "wrong": 1, "body": "writes"}),
+        (3, {"shards": 3, "wrong": 1, "body": "scales"}),
     ],
 )
 def test_the_rank_that_computes_wrong_is_named_on_all_ranks(ranks: int, options: dict[str, Any]) -> None:
@@ -120,6 +145,20 @@ def test_of_two_ranks_nobody_can_tell_which_is_wrong() -> None:
 def test_a_body_with_a_state_of_its_own_is_blamed_on_no_rank() -> None:
     for text in errors(3, shards=3, when="state"):
         assert re.match("FaultyHardwareError: audit of step 1: .*keeps a state of its own", text), text
+
+
+def test_a_body_that_differs_where_a_step_is_due_is_blamed_on_no_rank() -> None:
+    for text in errors(3, shards=3, when="never", body="last"):
+        assert re.match("FaultyHardwareError: audit of step 1: .*do not agree on which is wrong", text), text
+
+
+def test_steps_before_a_loop_was_left_count_as_not_audited() -> None:
+    for text in errors(3, shards=3, wrong=1, every=STEP, body="leaves"):
+        assert "Those since step 0 may be wrong" in text, text
+
+
+def test_a_view_is_computed_again_with_its_strides() -> None:
+    assert set(errors(3, shards=3, when="never", body="views")) == {"finished"}
 
 
 def test_a_step_without_an_audit_is_not_compared() -> None:

@@ -23,7 +23,7 @@ from ..errors import FaultyHardwareError, PeerLostError, PhotinusError
 from ..job.world import name_ranks
 from ..parallel import DistributedDataParallel
 from ..parallel.exchange.collectives import all_gather_bytes, control_device, gather_numbers, resolve_group
-from ..parallel.exchange.tensors import map_tensors, move_tensors
+from ..parallel.exchange.tensors import map_tensors
 from ..parallel.reducer.buckets import Bucket
 from ..parallel.reducer.shard_sums import places_in
 from .data.loader import Batch
@@ -35,6 +35,7 @@ _COST = 0.01
 _FIRST = 16
 _MASK = (1 << 63) - 1
 _FACTOR = 0x9E3779B97F4A7C15
+_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Audit:
         wrapped: the models.
         every: steps from one audit to the next; "auto": as many as take 1 % of the time.
         shards: into how many each batch is cut, at least one for each rank.
+        scalers: those of losses.
 
     Attributes:
         place: which of each rank's shards was audited last.
@@ -79,7 +81,12 @@ class Audit:
     """
 
     def __init__(
-        self, session: Session, wrapped: Sequence[DistributedDataParallel], every: int | Literal["auto"], shards: int
+        self,
+        session: Session,
+        wrapped: Sequence[DistributedDataParallel],
+        every: int | Literal["auto"],
+        shards: int,
+        scalers: Sequence[torch.amp.GradScaler],
     ) -> None:
         self._session, self._wrapped = session, wrapped
         self._rank, self._ranks = session.rank, session.world_size
@@ -92,8 +99,9 @@ class Audit:
         self._failure = ""  # text
         self._step, self._began_s, self._cost_s = 0, 0.0, 0.0  # of the last audit
         self._last = (0, time.perf_counter())  # step, and moment
-        self._passed = 0  # step
-        self._batch: Batch | None = None  # of this rank; None where no digests are to be compared
+        self._passed = ""  # the last audit that did, or the start; text
+        self._data = b""  # this rank's batch, as its body got it; empty where no digests are to be compared
+        self._scalers, self._scales = scalers, list[dict[str, Any]]()  # with which the step began
         self._own: list[torch.Tensor] = []  # digests of gradients, by parameter
         self._again: list[torch.Tensor] = []  # those of the neighbour's batch
         self._weights: list[torch.Tensor] = []  # with which the step began
@@ -109,7 +117,9 @@ class Audit:
         """
         if self._failure:
             raise PhotinusError(self._failure)
-        self._last, self._batch = (step, time.perf_counter()), None
+        self._last, self._data = (step, time.perf_counter()), b""
+        unknown = f"the last audit before step {step}, where this start of the run began,"
+        self._passed = self._passed or (unknown if step else "step 0")
 
     def place_due(self, step: int) -> int | None:
         """Return which of each rank's shards is audited in this step; None for no audit. Equal on all ranks."""
@@ -124,11 +134,12 @@ class Audit:
         Raises:
             TypeError: batches hold what cannot travel.
         """
-        self._step, self.place, self._batch, self._began_s = step, place, batch, time.perf_counter()
+        self._step, self.place, self._began_s = step, place, time.perf_counter()
         if not self._has_sent:
             _check(batch)
             self._has_sent = True
-        came = self._send(_packed(batch), {rank: (rank - 1) % self._ranks for rank in range(self._ranks)})
+        self._data, self._scales = _packed(batch), [each.state_dict() for each in self._scalers]
+        came = self._send(self._data, {rank: (rank - 1) % self._ranks for rank in range(self._ranks)})
         return (self._rank + 1) % self._ranks, self._unpacked(came)
 
     def computed_again(self) -> None:
@@ -166,7 +177,7 @@ class Audit:
         Raises:
             FaultyHardwareError: those of two ranks differ, and there is no third.
         """
-        if self._batch is None or self.doubts:
+        if not self._data or self.doubts:
             return
         began, count = time.perf_counter(), len(self._slots)
         numbers: list[int] = torch.stack([*self._own, *self._again]).tolist()
@@ -177,14 +188,13 @@ class Audit:
         rows = gather_numbers(row, resolve_group(None))
         if self._is_chosen:
             self._every = max(row[0] for row in rows)
-        since, self._last = self._last[0], (self._step, time.perf_counter())
+        self._last = self._step, time.perf_counter()
         pairs = [((rank + 1) % self._ranks, rank) for rank in range(self._ranks)]
         pairs = [(owner, auditor) for owner, auditor in pairs if rows[owner][1] != rows[auditor][2]]
         if not pairs:
-            self._batch = None
+            self._data, self._passed = b"", f"step {self._step}"
             return
         found = [(tuple(row[:count]), tuple(row[count:])) for row in gather_numbers(numbers, resolve_group(None))]
-        self._passed = since
         self.doubts = [Doubt(owner, auditor, found[owner][0], found[auditor][1]) for owner, auditor in pairs]
         if self._ranks == 2:
             self._decided = [(self.doubts[0], None)]
@@ -196,9 +206,10 @@ class Audit:
         """Put the weights back, and give the batch to the rank that decides: there, return it. All ranks call it."""
         for slot, value in zip(self._slots, self._weights, strict=True):
             slot.parameter.copy_(value)
+        for scaler, scale in zip(self._scalers, self._scales, strict=True):
+            scaler.load_state_dict(scale)  # it makes the scale smaller after a gradient that is infinite
         third = doubt.third(self._ranks)
-        data = _packed(self._batch) if self._rank == doubt.owner and self._batch is not None else b""
-        came = self._send(data, {doubt.owner: third})
+        came = self._send(self._data if self._rank == doubt.owner else b"", {doubt.owner: third})
         return self._unpacked(came) if self._rank == third else None
 
     def decide(self, doubt: Doubt) -> None:
@@ -217,6 +228,7 @@ class Audit:
         own = f"host {self._session.host}, {_name_of(self._session.device)}"
         places = [each.decode() for each in all_gather_bytes(own.encode(), resolve_group(None))]
         wrong = sorted({rank for _, rank in self._decided if rank is not None})
+        wrong = wrong if 2 * len(wrong) < self._ranks else []  # not so many at the same time: it is the body
         doubt = next((doubt for doubt, rank in self._decided if rank is not None), self._decided[0][0])
         names = [self._slots[place].name for place in doubt.differing]
         more = f" and {len(names) - 1} more of {len(self._slots)}" if len(names) > 1 else ""
@@ -226,20 +238,21 @@ class Audit:
         than = f" than {name_ranks(others)}, which agree" if wrong else ""
         if wrong:
             advice = (
-                "A processor or memory there is faulty, or the body computes something else on that rank. Start again "
-                "without that host: the run goes on from its last checkpoint"
+                "A processor or memory there is faulty, or the body computes something else on that rank, or where "
+                "loop.step_due is true. Start again without that host: the run goes on from its last checkpoint"
             )
         elif self._ranks == 2:
             advice = "Of two ranks nobody can tell which is wrong; of three, an audit can. Test the hardware of both"
         else:
             advice = (
-                "A third rank computed others again: an operation of the model has other bits each time, or the body "
-                "keeps a state of its own or asks for its rank, or several ranks are faulty"
+                "The others do not agree on which is wrong: an operation of the model has other bits each time, or "
+                "several ranks are faulty, or it is the body, which keeps a state of its own, asks for its rank, or "
+                "under `if loop.step_due` computes something else or changes what forwards read beside weights"
             )
         self._failure = (
             f"audit of step {self._step}: {who} computed other gradients of the same batch{than} (parameter {names[0]}"
-            f"{more}). {advice}. The step does not count. Those since step {self._passed} may be wrong, too, and what "
-            f"was saved after it"
+            f"{more}). {advice}. The step does not count. Those since {self._passed} may be wrong, too, and what was "
+            f"saved after it"
         )
         raise (PeerLostError if wrong and self._rank not in wrong else FaultyHardwareError)(self._failure)
 
@@ -272,14 +285,30 @@ def _check(batch: Batch) -> None:
 
 def _packed(batch: Batch) -> bytes:
     buffer = io.BytesIO()
-    data = map_tensors(batch.data, torch.clone)  # of a view, torch would write all that it is a view of
+    data = map_tensors(batch.data, _alike)
     torch.save({**vars(batch), "data": data}, buffer)
     return buffer.getvalue()
 
 
 def _read(data: bytes, device: torch.device) -> Batch:
-    fields: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return Batch(**{**fields, "data": move_tensors(fields["data"], device, blocking=True)})
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    return Batch(**torch.load(io.BytesIO(data), map_location=place, weights_only=True))
+
+
+def _alike(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of a tensor, and its place in a cache line, by both of which kernels may round.
+
+    Of a view it has what lies between its elements, too, and not all that it is a view of.
+    """
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor.detach().clone()
+    first = tensor.data_ptr() % _LINE_BYTES // tensor.itemsize
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    copy = tensor.detach().new_empty(first + span)
+    copy[first:] = tensor.detach().as_strided((span,), (1,))
+    return copy.as_strided(tensor.shape, tensor.stride(), first).requires_grad_(tensor.requires_grad)
 
 
 def _total(digests: Sequence[int]) -> int:

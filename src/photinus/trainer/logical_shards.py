@@ -40,6 +40,7 @@ class ShardSteps:
     Args:
         models, optimizers: that the loop trains.
         seed: of the run, and of the loop in its session.
+        scalers: of losses.
         batch_size: samples of a global batch.
         audit_every: see `Loop`.
 
@@ -57,6 +58,7 @@ class ShardSteps:
         session: Session,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
+        scalers: Sequence[torch.amp.GradScaler],
         seed: int,
         batch_size: int,
         audit_every: int | Literal["auto"] | None,
@@ -83,7 +85,7 @@ class ShardSteps:
                     stacklevel=4,
                 )
         self._checks = ShardChecks(self._wrapped, optimizers)
-        self.audit = None if audit_every is None else Audit(session, self._wrapped, audit_every, self.shards)
+        self.audit = Audit(session, self._wrapped, audit_every, self.shards, scalers) if audit_every else None
         self._batches = 1  # of the running step
         self._body = 0  # in the running step
         self._is_audited = False  # the running body
@@ -108,6 +110,8 @@ class ShardSteps:
     def end(self, step: int) -> None:
         """No more bodies, after this step. What is drawn from now on is the same on all numbers of ranks."""
         self._statistics.end()
+        if self.audit is not None:
+            self.audit.watch(leaving=False)
         callbacks = self._session.before_evaluation
         callbacks[:] = [each for each in callbacks if each != self._prepare_evaluation]
         rng.seed_all_streams(rng.derive_seed(self._seed, "after step", step))

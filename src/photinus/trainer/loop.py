@@ -195,7 +195,8 @@ class Loop:
             if session.logical_shards:
                 seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, self._number)
                 wrapped = [each for each in models[1:] if exchanges_gradients(each)]
-                parts = [model, *wrapped], optimizers
+                scalers = [each for each in others.values() if isinstance(each, torch.amp.GradScaler)]
+                parts = [model, *wrapped], optimizers, scalers
                 self._shards = ShardSteps(session, *parts, seed, self._loader.batch_size, audit_every)
                 self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
                 training |= {"logical_shards": session.logical_shards}
@@ -206,7 +207,7 @@ class Loop:
         # A rank with other options would train on in silence. Here the error has both values.
         alike: dict[str, JSON] = {**spec.to_dict(), "resume": str(resume), "out": str(out)}
         alike |= {f"state[{name!r}]": type(each).__qualname__ for name, each in others.items()}
-        alike |= {"shards": self._loader.shards, "audit_every": audit_every}
+        alike |= {"shards": self._loader.shards, "audit_every": str(audit_every)}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._loader.compare_samples("training data")
         if session.is_main:
