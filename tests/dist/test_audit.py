@@ -40,7 +40,8 @@ def train(
         when: in whose batches the rank computes wrong: its own ones, those of others, or both; or "state", where each
             body has another result; or "never".
         body: "writes" into its batch, "scales" losses and gets an infinite gradient, "last" has another loss where a
-            step is due, gets "views"; or "leaves" the loop in another rank's batch, and goes on.
+            step is due, gets "views"; or "leaves" the loop in another rank's batch, and
+            goes on; or makes "two forwards", the second without a backward.
     """
     with photinus.init(device="cpu", seed=5, logical_shards=shards):
         plain = Net()
@@ -86,6 +87,8 @@ def train(
                             scaler.step(optimizer)
                             scaler.update()
                         optimizer.zero_grad()
+                        if body == "two forwards":
+                            model(inputs)
         except PhotinusError as error:
             text = f"{type(error).__name__}: {error}"
         else:
@@ -157,8 +160,9 @@ def test_steps_before_a_loop_was_left_count_as_not_audited() -> None:
         assert "Those since step 0 may be wrong" in text, text
 
 
-def test_a_view_is_computed_again_with_its_strides() -> None:
-    assert set(errors(3, shards=3, when="never", body="views")) == {"finished"}
+@pytest.mark.parametrize("body", ["views", "two forwards"])
+def test_ranks_that_compute_alike_pass_whatever_batches_and_bodies_are(body: str) -> None:
+    assert set(errors(3, shards=3, when="never", body=body)) == {"finished"}
 
 
 def test_a_step_without_an_audit_is_not_compared() -> None:

@@ -139,6 +139,7 @@ class ShardSteps:
     def again_began(self, step: int, rank: int) -> None:
         """The body of another rank's batch begins."""
         assert self.audit is not None
+        self._forget_forwards()
         self._begin_shard(self.audit.place)
         self._checks.body_began(is_first=False, is_last=False)
         shard = own_shards(rank, self._session.world_size, self.shards)[self.audit.place]
@@ -163,8 +164,7 @@ class ShardSteps:
         place, micro = divmod(body, batches)
         if body == 0:
             self._statistics.begin_step()
-            for model in self._wrapped:
-                model.reducer.is_due = False  # of a forward in the step before that no backward followed
+            self._forget_forwards()
             for sums in self._sums:
                 sums.begin_step()
         if micro == 0:
@@ -176,6 +176,11 @@ class ShardSteps:
                 sums.await_last()
         self._checks.body_began(is_first=body == 0, is_last=self._is_last)
         rng.seed_all_streams(rng.derive_seed(self._seed, "shard", step, self.own[place], micro))
+
+    def _forget_forwards(self) -> None:
+        """Let forwards of the step before, or of a body that was left, cause no exchange in the next backward."""
+        for model in self._wrapped:
+            model.reducer.is_due = False
 
     def _begin_shard(self, place: int) -> None:
         self._statistics.begin_shard(place)
