@@ -54,11 +54,11 @@ BUDGET = {
     "job": 2290,
     "parallel": 5393,
     "run": 3498,
-    "runlog": 1212,
+    "runlog": 1213,
     "templates": 188,
     "tools": 2061,
     "top": 1042,
-    "trainer": 9794,
+    "trainer": 9799,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

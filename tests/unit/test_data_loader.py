@@ -145,3 +145,19 @@ def test_the_order_of_a_loader_is_that_of_the_sessions_seed_until_it_closes(worl
     with photinus.init(seed=7):
         assert seeds() == [7, 9]
     assert seeds() == [0, 9]
+
+
+def test_a_distributed_sampler_gives_the_seed_of_the_order_alone(world: Any) -> None:
+    def drawn(seed: int, of_order: int) -> tuple[list[Any], float]:
+        sampler: Any = DistributedSampler(NUMBERS, num_replicas=1, rank=0, seed=of_order)
+        with photinus.init(seed=seed):
+            batches = photinus.loader(DataLoader(NUMBERS, 2, sampler=sampler, collate_fn=_with_noise))
+            [(indices, noise), *_] = [*batches]
+        return indices, noise
+
+    assert drawn(1, 5)[0] == drawn(2, 5)[0] != drawn(1, 6)[0]
+    assert drawn(1, 5) != drawn(2, 5)
+
+
+def _with_noise(samples: list[int]) -> tuple[list[int], float]:
+    return samples, float(torch.rand(()))

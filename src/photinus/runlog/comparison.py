@@ -13,7 +13,8 @@ from .tables import LOSSES, METRICS
 from .units import plural
 
 SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
-_ALIKE = ("batch_size", "seed", "samples", "shuffle", "drop_last", "sample_order", "accumulate", "logical_shards")
+_ORDER = ("batch_size", "seed", "random_seed", "samples", "shuffle", "drop_last", "sample_order")
+_ALIKE = (*_ORDER, "accumulate", "logical_shards")
 _NAMED = 3
 _OF_THE_START = ("samples_per_s", "elapsed_s", "start")  # columns of metrics.csv
 

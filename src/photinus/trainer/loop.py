@@ -201,7 +201,8 @@ class Loop:
                 self._loader.cut_into_shards(self._shards.own, self._shards.shards, self._accumulate)
                 training |= {"logical_shards": session.logical_shards}
             batches, shares = self._loader, self._loader.shares
-            order = (batches.batch_size, batches.seed, batches.samples, shares.shuffle, shares.drop_last)
+            order = (batches.batch_size, batches.order_seed, batches.samples, shares.shuffle, shares.drop_last)
+            training |= {"random_seed": batches.seed} if batches.seed != batches.order_seed else {}
             every = None if validate_every_steps is None else int(validate_every_steps)  # numpy's are not JSON's
             self._spec = spec = RunSpec(*order, Length(epochs, steps), every, save, training)
         # A rank with other options would train on in silence. Here the error has both values.
@@ -662,7 +663,7 @@ class Loop:
             # Up to here all ranks may have drawn the same numbers (equal splits of the data, equal models); dropout
             # must differ. Rank 0 goes on as a process that is alone would. A second loop of the session does not draw
             # the first one's numbers again, whether that one has anything left to do or not.
-            seed = self._spec.seed if self._number == 1 else rng.derive_seed(self._spec.seed, "loop", self._number)
+            seed = self._loader.seed if self._number == 1 else rng.derive_seed(self._loader.seed, "loop", self._number)
             rng.seed_everything(seed, rank=self._session.rank)
 
     def _after_step(self, samples: int, *, row_ended: bool, epoch_ended: bool, keeps: bool) -> None:

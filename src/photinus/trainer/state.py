@@ -281,7 +281,7 @@ class LoopState:
             f"goes on exactly, dropout draws new numbers"
         )
         # Each rank's stream is new, but the same each time this checkpoint is resumed.
-        seed = rng.derive_seed(self._spec.seed, "resumed at step", step)
+        seed = rng.derive_seed(self._batches.seed, "resumed at step", step)
         rng.seed_everything(seed, rank=self._session.rank)
         return rng.capture()
 

@@ -143,7 +143,7 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
     """Return a DataLoader's data set, its settings as arguments of `photinus.loader`, and its options for workers.
 
     Its batch size counts as that over all ranks: the script was written for one process. Under a DistributedSampler it
-    is that of one rank. The order of the samples is drawn anew, from the loop's seed.
+    is that of one rank, and its seed that of the order of the samples, which else is drawn from the loop's seed.
 
     Raises:
         TypeError: its class iterates in a way of its own, or its sampler chooses in one, which cannot be divided among

@@ -130,7 +130,7 @@ def loader(
             sample take part with a weight of 0.
         seed: seed of the order, and of Python's, numpy's and torch's generators in __getitem__ and the collate
             function. Each sample has a seed from (seed, epoch, sample); __getitems__ and collate functions have one per
-            batch. Default: that of the `photinus.init` before, else 0.
+            batch. Default: that of the `photinus.init` before, else 0; for the order, that of a DistributedSampler.
         collate_fn: function that makes a batch of a list of samples. Default: torch's default_collate.
         num_workers: number of processes that load data, per rank. Default: 0. A TensorDataset (or a Subset of one) is
             indexed in this process, which is faster, unless there is a collate function.
@@ -160,7 +160,7 @@ def loader(
         alike: dict[str, JSON] = {"train": train, "samples": batches.samples, "batch_size": batches.batch_size}
         if train:
             shares = batches.shares
-            alike |= {"seed": batches.seed, "shuffle": shares.shuffle, "drop_last": shares.drop_last}
+            alike |= {"seed": batches.order_seed, "shuffle": shares.shuffle, "drop_last": shares.drop_last}
             alike["shards"] = batches.shards
         check_alike(alike, "the ranks were given different loaders")
         batches.compare_samples("training data" if train else "data")
@@ -213,8 +213,9 @@ def make_loader(
             check_flag(name, settings[name])
     batch_size = settings["batch_size"] = whole_number("batch_size", settings["batch_size"], least=1)
     settings["num_workers"] = whole_number("num_workers", settings["num_workers"] or 0)
-    seed = found.get("seed") if seed is None else seed  # that of a DistributedSampler
+    order = found.get("seed") if seed is None else seed  # a DistributedSampler has one
     seed = check_seed(rng.session_seed if seed is None else seed)
+    order = seed if order is None else check_seed(order)
     shares: GlobalBatches | ShardedOnce | StreamShares
     if streams:
         shares = StreamShares(
@@ -228,7 +229,7 @@ def make_loader(
         shares.note(settings["num_workers"])
     elif train:
         shares = GlobalBatches(
-            len(dataset), batch_size, rank=rank, world_size=world_size, seed=seed,
+            len(dataset), batch_size, rank=rank, world_size=world_size, seed=order,
             shuffle=settings["shuffle"] is not False, drop_last=settings["drop_last"] is True,
         )  # fmt: skip
     else:
@@ -403,6 +404,11 @@ class Loader:
         return start_workers(make_data_loader(fetch, requests, 1, min(self._timeout_s, _LATE_S), options))
 
     @property
+    def order_seed(self) -> int:
+        """Return the seed of the order of samples; other random numbers have `seed`."""
+        return self.seed if isinstance(self.shares, ShardedOnce) else self.shares.seed
+
+    @property
     def shards(self) -> int:
         """Return the number of shards into which the stream is cut; 0 for a data set with a length."""
         return self.shares.shards if isinstance(self.shares, StreamShares) else 0
@@ -440,7 +446,7 @@ class Loader:
             )
 
     def _identity(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
+        found: dict[str, Any] = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.order_seed}
         # Without training, ranks take parts of the data set, and not of each batch.
         parts = {"world_size": self.shares.world_size} if isinstance(self.shares, ShardedOnce) else {}
         order = {"sample_order": ORDER} if self.samples and not parts else {}
@@ -475,7 +481,7 @@ class Loader:
     def _warn_of_a_twin(self) -> None:
         """Warn, once, of two loaders that are read side by side (for mixup or two views) and give the same samples."""
         global _warned_of_twins
-        twins = [each for each in _in_pass if each.dataset is self.dataset and each.seed == self.seed]
+        twins = [each for each in _in_pass if each.dataset is self.dataset and each.order_seed == self.order_seed]
         _in_pass.add(self)
         if twins and self.shares.rank == 0 and self.shares.shuffle and not _warned_of_twins:
             _warned_of_twins = True
