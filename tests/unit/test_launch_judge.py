@@ -75,6 +75,12 @@ class TestRule:
     def test_signals_lost_ranks_and_memory_kills_are_always_tried_again(self, cause):
         assert reason_to_stop(attempt(0, **cause), [attempt(0, **cause)]) is None
 
+    @pytest.mark.parametrize("after", [(), (("RuntimeError", "training failed"),), (("PeerLostError", "rank 0 left"),)])
+    def test_hardware_that_an_audit_found_faulty_is_not_tried_again_whatever_followed(self, after):
+        faulty = Raised((*after, ("FaultyHardwareError", "audit of step 50")), "", 1, 9.0, "train.py:7")
+        others = death(raised("PeerLostError"), rank=1)
+        assert "audit" in (reason_to_stop(Report((others, death(faulty)), (), 50), []) or "")
+
     def test_a_rank_that_ended_well_while_others_needed_it_would_do_so_again(self):
         missed = raised(
             "PeerLostError", text="rank 1 (pid 7 on vm) has left the group (it closed it, or its script ended)"

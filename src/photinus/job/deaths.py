@@ -173,8 +173,8 @@ class Death:
 
     @property
     def is_faulty(self) -> bool:
-        """Return whether an audit found that the worker may compute wrong."""
-        return self.raised is not None and self.raised.type_name == "FaultyHardwareError"
+        """Return whether an audit found that the worker may compute wrong, whatever its script raised after that."""
+        return self.raised is not None and any(name == "FaultyHardwareError" for name, _ in self.raised.chain)
 
     @property
     def signal_name(self) -> str | None:

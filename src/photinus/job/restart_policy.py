@@ -119,12 +119,12 @@ def reason_to_stop(now: Report, earlier: Sequence[Report], *, unknown: bool = Fa
         unknown: there were more, of which nobody knows how many steps they did.
     """
     raised, error = now.cause.raised, now.error
+    if any(death.is_faulty for death in now.deaths):
+        return "an audit found that this hardware may compute wrong"
     if _left_early(now):
         return f"{name_ranks(now.finished, 8)} exited with code 0 while others had more to do. This would happen again"
     if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
         return None
-    if now.cause.is_faulty:
-        return "an audit found that this hardware may compute wrong"
     name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
     if not unknown and not any(attempt.steps for attempt in (*earlier, now)):
         return f"{name} before the first training step would happen again"
