@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,6 +168,29 @@ def test_ranks_that_compute_alike_pass_whatever_batches_and_bodies_are(body: str
 
 def test_a_step_without_an_audit_is_not_compared() -> None:
     assert set(errors(3, shards=3, wrong=1, every=4)) == {"finished"}
+
+
+def train_with_a_slow_audit(rank: int, world_size: int) -> list[int]:
+    with photinus.init(device="cpu", seed=5, logical_shards=2):
+        plain = torch.nn.Linear(6, 1)
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+        loop = photinus.Loop(model, optimizer, points(96), batch_size=24, steps=70, report=QUIET, audit_every="auto")
+        audited = []
+        for inputs, _ in loop:
+            if loop.micro_batch == 0:
+                audited.append(loop.step)
+                time.sleep(1.0 if len(audited) == 1 else 0.0)
+            loop.backward(model(inputs).mean())
+            if loop.step_due:
+                optimizer.step()
+                optimizer.zero_grad()
+        return audited
+
+
+def test_one_slow_audit_is_followed_by_others() -> None:
+    function = f"{__name__}:train_with_a_slow_audit"
+    for audited in values(run_ranks(function, world_size=2, backend="photinus", timeout_s=60)):
+        assert audited == [16, 64]
 
 
 class Samples(torch.utils.data.Dataset[Any]):

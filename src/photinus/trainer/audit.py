@@ -187,7 +187,8 @@ class Audit:
         row = [steps_apart(cost_s, step_s, _COST), _total(own), _total(again)]
         rows = gather_numbers(row, resolve_group(None))
         if self._is_chosen:
-            self._every = max(row[0] for row in rows)
+            # An audit that took long once, to compile or to wait, must not be the last one.
+            self._every = min(4 * self._every, max(row[0] for row in rows))
         self._last = self._step, time.perf_counter()
         pairs = [((rank + 1) % self._ranks, rank) for rank in range(self._ranks)]
         pairs = [(owner, auditor) for owner, auditor in pairs if rows[owner][1] != rows[auditor][2]]
