@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...runlog.units import plural
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -89,5 +87,5 @@ def report(findings: Sequence[Finding], *, as_json: bool = False, **more: Any) -
         console.print(f"{need}: {', '.join(bad)}.", style="bold red")
     else:
         rest = f"worth knowing: {', '.join(noted)}" if noted else "nothing that needs attention"
-        console.print(f"All well: {plural(len(findings), 'check')}, {rest}.", style="bold green")
+        console.print(f"All well: {len(findings)} check{'s' * (len(findings) != 1)}, {rest}.", style="bold green")
     return int(bool(bad))
