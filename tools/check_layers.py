@@ -56,7 +56,7 @@ BUDGET = {
     "run": 3498,
     "runlog": 1213,
     "templates": 188,
-    "tools": 2060,
+    "tools": 2062,
     "top": 1042,
     "trainer": 9799,
 }

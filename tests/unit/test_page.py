@@ -217,9 +217,12 @@ def test_curves_that_lie_on_each_other_are_told(tmp_path: Path) -> None:
     nan = write_run(tmp_path / "4", nan_steps=range(1, 61))
     lie = "the runs' curves of the loss lie on each other."
     assert f"The losses of the steps are equal: {lie}" in words(check_alone(made(one, two)))
+    assert "photinus verify: the same bits: " in words(check_alone(made(one, two)))
     losses = (two / "losses.csv").read_text()
     (two / "losses.csv").write_text(losses.replace(",0.5,", ",0.501,"))
     assert f"The losses of the steps differ by at most 0.0010: {lie}" in words(check_alone(made(one, two)))
+    assert "photinus verify: different at step " in words(check_alone(made(one, two)))
+    assert "photinus verify" not in words(check_alone(made(one, two, shorter)))
     (two / "losses.csv").write_text(losses.replace(",0.5,", ",0.6,"))
     for other in (two, shorter, nan):
         assert lie not in words(check_alone(made(one, other)))

@@ -16,7 +16,7 @@ import photinus, torch
 from torch.utils.data import TensorDataset
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=8, epochs=1)  # the user's line
+photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=0, epochs=1)  # the user's line
 """
 IN_A_DATA_SET = """
 import photinus, torch
@@ -55,7 +55,7 @@ def own_frames(text: str) -> int:
 def test_an_error_on_purpose_shows_the_users_line_and_the_sentence(tmp_path: Path) -> None:
     text = shown(tmp_path, ON_PURPOSE)
     assert "# the user's line" in text
-    assert "ValueError: batch_size=8 is more than the 4 samples of the dataset" in text
+    assert "ValueError: batch_size=0 is too small" in text
     assert own_frames(text) == 0
     assert own_frames(shown(tmp_path, ON_PURPOSE, PHOTINUS_FULL_TRACEBACK="1")) > 0
 

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from ...runlog import units
+from ...runlog.comparison import verdict
 from ...runlog.events import OF_A_ROW, Event
 from ...runlog.figures import PHASE_COLOURS, charts, run_colour
 from ...runlog.run import Run
@@ -41,6 +42,7 @@ def page(runs: Sequence[Run]) -> str:
         charts=charts(runs, labels),
         differences=differences(runs),
         distance=distance(runs),
+        verified=verdict(*runs)[1] if len(runs) == 2 else [],
         now_s=time.time(),
         version=__version__,
         PHASES=PHASES,
