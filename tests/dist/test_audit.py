@@ -42,7 +42,7 @@ def train(
             body has another result; or "never".
         body: "writes" into its batch, "scales" losses and gets an infinite gradient, "last" has another loss where a
             step is due, gets "views"; or "leaves" the loop in another rank's batch, and
-            goes on; or makes "two forwards", the second without a backward.
+            goes on; or makes "two forwards", the second without a backward; or "skips" other ranks' batches.
     """
     with photinus.init(device="cpu", seed=5, logical_shards=shards):
         plain = Net()
@@ -75,6 +75,8 @@ def train(
                     if body == "leaves" and loop.step == STEP and not is_again:
                         break
                     bodies += 1
+                    if body == "skips" and not loop.micro_batch:
+                        continue
                     inputs *= 0.5 if body == "writes" else 1.0
                     loss = cross_entropy(model(inputs), targets)
                     loss = loss * inputs.sum() if body == "views" else loss
@@ -96,6 +98,8 @@ def train(
             return "finished"
         if world_size > 2:
             assert torch.equal(weight, before), "the weights have made a step"
+        if body == "skips":
+            return text
         with pytest.raises(PhotinusError, match=r"^audit of step"):  # it would go on with what may be wrong
             next(iter(loop))
         return text
@@ -161,6 +165,11 @@ def test_steps_before_a_loop_was_left_count_as_not_audited() -> None:
         assert "Those since step 0 may be wrong" in text, text
 
 
+def test_a_body_that_skips_the_batches_of_other_ranks_is_told_to_compute_them() -> None:
+    for text in errors(2, shards=2, when="never", body="skips"):
+        assert re.match(r"PhotinusError: the body made no loop.backward for another rank's batch", text), text
+
+
 @pytest.mark.parametrize("body", ["views", "two forwards"])
 def test_ranks_that_compute_alike_pass_whatever_batches_and_bodies_are(body: str) -> None:
     assert set(errors(3, shards=3, when="never", body=body)) == {"finished"}
@@ -211,7 +220,7 @@ def train_on_objects(rank: int, world_size: int) -> str:
         plain = torch.nn.Linear(4, 1)
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
         data = photinus.loader(Samples(), batch_size=4, collate_fn=Own)
-        loop = photinus.Loop(model, optimizer, data, steps=2, report=QUIET, audit_every=1)
+        loop = photinus.Loop(model, optimizer, data, steps=2, report=QUIET, audit_every=1000)
         with pytest.raises(TypeError) as caught:
             next(iter(loop))
         return str(caught.value)

@@ -95,7 +95,7 @@ class Audit:
             say(f"note: audit_every={every} makes no audits, since no other process is there")
         self._places = shards // session.world_size  # that all ranks have
         self._slots = [slot for model in wrapped for slot in model.reducer.slots]
-        self._has_sent = False
+        self._has_checked = False
         self._failure = ""  # text
         self._step, self._began_s, self._cost_s = 0, 0.0, 0.0  # of the last audit
         self._last = (0, time.perf_counter())  # step, and moment
@@ -121,6 +121,25 @@ class Audit:
         unknown = f"the last audit before step {step}, where this start of the run began,"
         self._passed = self._passed or (unknown if step else "step 0")
 
+    def check(self, batch: Batch) -> None:
+        """Look at a run's first batch, which may be audited much later.
+
+        Raises:
+            TypeError: it holds what cannot travel.
+        """
+        if self._ranks == 1 or self._has_checked:
+            return
+        self._has_checked = True
+        try:
+            _read(_packed(batch), torch.device("cpu"))
+        except Exception as error:
+            raise TypeError(
+                f"audit_every gives batches to other ranks, in files of torch with tensors, numbers, text, lists, "
+                f"tuples and dicts. This batch ({type(batch.data).__name__}) has something else. Return one of these "
+                f"from the collate function (a dict in place of a tokenizer's BatchEncoding), or name its class in "
+                f"torch.serialization.add_safe_globals"
+            ) from error
+
     def place_due(self, step: int) -> int | None:
         """Return which of each rank's shards is audited in this step; None for no audit. Equal on all ranks."""
         is_due = self._ranks > 1 and step % self._every == 0
@@ -130,20 +149,23 @@ class Audit:
         """Give the batch of this rank's shard to the rank before it; return the next rank, and its batch.
 
         All ranks call it together.
-
-        Raises:
-            TypeError: batches hold what cannot travel.
         """
         self._step, self.place, self._began_s = step, place, time.perf_counter()
-        if not self._has_sent:
-            _check(batch)
-            self._has_sent = True
         self._data, self._scales = _packed(batch), [each.state_dict() for each in self._scalers]
         came = self._send(self._data, {rank: (rank - 1) % self._ranks for rank in range(self._ranks)})
-        return (self._rank + 1) % self._ranks, self._unpacked(came)
+        return (self._rank + 1) % self._ranks, _read(came, self._session.device)
 
     def computed_again(self) -> None:
-        """The body has computed the neighbour's batch, whose gradients are there."""
+        """The body has computed the neighbour's batch, whose gradients are there.
+
+        Raises:
+            PhotinusError: there are none.
+        """
+        if all(slot.parameter.grad is None for slot in self._slots):
+            raise PhotinusError(
+                "the body made no loop.backward for another rank's batch (audit_every), but gradients are compared. "
+                "Leave this batch (loop.micro_batch is 0) out of your counts only"
+            )
         self._again = self._digests()
         self._cost_s = time.perf_counter() - self._began_s
 
@@ -211,7 +233,7 @@ class Audit:
             scaler.load_state_dict(scale)  # it makes the scale smaller after a gradient that is infinite
         third = doubt.third(self._ranks)
         came = self._send(self._data if self._rank == doubt.owner else b"", {doubt.owner: third})
-        return self._unpacked(came) if self._rank == third else None
+        return _read(came, self._session.device) if self._rank == third else None
 
     def decide(self, doubt: Doubt) -> None:
         """Take what the third rank has computed. All ranks call it."""
@@ -268,21 +290,6 @@ class Audit:
         dist.all_to_all_single(came, own, from_ranks, to_ranks, group=group)
         return came.cpu().numpy().tobytes()
 
-    def _unpacked(self, data: bytes) -> Batch:
-        return _read(data, self._session.device)
-
-
-def _check(batch: Batch) -> None:
-    try:
-        _read(_packed(batch), torch.device("cpu"))
-    except Exception as error:
-        raise TypeError(
-            f"audit_every gives batches to other ranks, in files of torch with tensors, numbers, text, lists, tuples "
-            f"and dicts. This batch ({type(batch.data).__name__}) has something else. Return one of these from the "
-            f"collate function (a dict in place of a tokenizer's BatchEncoding), or name its class in "
-            f"torch.serialization.add_safe_globals"
-        ) from error
-
 
 def _packed(batch: Batch) -> bytes:
     buffer = io.BytesIO()
@@ -303,7 +310,7 @@ def _alike(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a view it has what lies between its elements, too, and not all that it is a view of.
     """
-    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return tensor.detach().clone()
     first = tensor.data_ptr() % _LINE_BYTES // tensor.itemsize
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

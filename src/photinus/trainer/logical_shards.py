@@ -133,6 +133,8 @@ class ShardSteps:
     def audited(self, step: int, body: int, batches: int, batch: Batch) -> tuple[int, Batch] | None:
         """Return another rank, and its batch, which the body has to compute before this one; None for none."""
         place, micro = divmod(body, batches)
+        if self.audit is not None:
+            self.audit.check(batch)
         self._is_audited = self.audit is not None and micro == 0 and place == self.audit.place_due(step)
         return self.audit.exchange(step, place, batch) if self._is_audited and self.audit is not None else None
 
