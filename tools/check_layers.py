@@ -48,17 +48,17 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2249,
+    "backend": 2246,
     "cli": 988,
     "compat": 612,
     "job": 2290,
-    "parallel": 5393,
-    "run": 3498,
+    "parallel": 5390,
+    "run": 3501,
     "runlog": 1213,
     "templates": 188,
-    "tools": 2062,
-    "top": 1042,
-    "trainer": 9804,
+    "tools": 2067,
+    "top": 1038,
+    "trainer": 9807,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

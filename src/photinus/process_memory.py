@@ -1,42 +1,48 @@
-"""The memory that the heap of this process keeps between training steps."""
+"""The memory of CPU tensors: huge pages, and what the heap of this process keeps between training steps."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+from collections.abc import MutableMapping
+from pathlib import Path
 
-PER_GRADIENTS = 4
-"""Memory that a training step may free, in multiples of the gradients: gradients, their inputs and activations."""
+from .job.cgroup import text_of
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # what malloc takes; its own adjustment, which ends here too, is off from now on
-_LARGEST_INT = 2**31 - 1
 _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
-_kept_bytes = 0
+
+def huge_pages(root: Path = Path("/")) -> str:
+    """Return the kernel's setting for transparent huge pages: always, madvise or never; empty: it has none."""
+    return text_of(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0]
 
 
-def keep_freed_memory(size_bytes: int) -> bool:
-    """Lets the heap keep at least this many free bytes from now on; returns whether it does.
+def use_huge_pages(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch ask the kernel for huge pages for CPU tensors of 2 MiB and more, unless the user decided.
+
+    torch reads this variable once, when a process first allocates memory for a CPU tensor; later it has no effect.
+    A large tensor that is freed and allocated again in each step then costs one page fault for 2 MiB, not 512. A kernel
+    without huge pages would refuse, and torch would warn.
+    """
+    if huge_pages() in ("always", "madvise"):
+        environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+@functools.cache
+def reuse_memory() -> bool:
+    """Use huge pages, and let the heap keep from now on the memory that a step frees. Return whether it keeps it.
 
     It does not where the user has set malloc's own variables, or put another allocator in its place.
 
     glibc returns the free top of the heap to the kernel when it is larger than a threshold (64 MiB at most by itself).
-    A backward frees each gradient as soon as it lies in its bucket, so the heap is cut after every step, and the next
-    one touches every page again: the kernel zeroes it first, which for small batches takes a tenth of the step or more.
-    With a threshold as large as the gradients, the pages stay. The peak stays the same; only what lies between peaks
-    does not go back. (mallopt(3); tensors above 32 MiB are mapped and unmapped one by one whatever the thresholds.)
+    A backward frees each gradient as soon as it lies in its bucket, and each activation, so the heap is cut after every
+    step, and the next one touches every page again: the kernel zeroes it first, which for small batches takes a tenth
+    of the step or more. With the largest thresholds that malloc takes, the pages stay. The peak stays the same; only
+    what lies between peaks does not go back. (mallopt(3); tensors above 32 MiB are mapped and unmapped one by one.)
     """
-    global _kept_bytes
-    threshold = min(_LARGEST_INT, size_bytes)
-    if threshold <= _kept_bytes:
-        return True
-    if any(os.environ.get(name) for name in _USERS_OWN):
-        return False
+    use_huge_pages()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
-    if mallopt is None:
+    if mallopt is None or any(os.environ.get(name) for name in _USERS_OWN):
         return False
-    is_set = bool(mallopt(_TRIM_THRESHOLD, threshold)) and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
-    if is_set:
-        _kept_bytes = threshold
-    return is_set
+    return bool(mallopt(-1, 2**31 - 1) and mallopt(-3, 32 << 20))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h

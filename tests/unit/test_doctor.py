@@ -126,6 +126,22 @@ def test_a_missing_dev_shm_is_a_note_because_the_engine_does_without(tmp_path: P
     assert "The engine does without" in finding.advice
 
 
+@pytest.mark.parametrize(
+    ("text", "state", "value"),
+    [
+        ("[always] madvise never", "good", "for all memory"),
+        ("always [madvise] never", "good", "for torch's large CPU tensors"),
+        ("always madvise [never]", "note", "off"),
+    ],
+)
+def test_the_kernels_huge_pages_are_shown(text: str, state: str, value: str, tmp_path: Path) -> None:
+    root = machine(
+        tmp_path, proc__meminfo="MemTotal: 1 kB\n", sys__kernel__mm__transparent_hugepage__enabled=f"{text}\n"
+    )
+    finding = named(look_at_host(root), "huge pages")
+    assert (finding.state, finding.value[: len(value)]) == (state, value)
+
+
 def test_this_machine_has_what_the_engine_needs() -> None:
     assert named(look_at_host(), "memfd").state == "good"
 

@@ -85,6 +85,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in set(os.environ) - {"PATH", "HOME"}:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else by the number of cores
+    monkeypatch.setattr("photinus.process_memory.huge_pages", lambda: "")  # by the kernel
     monkeypatch.setattr(sys, "argv", ["photinus"])
     return tmp_path
 

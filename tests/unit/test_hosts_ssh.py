@@ -132,6 +132,7 @@ def test_what_steers_training_is_handed_over_and_what_describes_a_host_is_not(tm
         "LD_LIBRARY_PATH": "/opt/lib",
         "CUDA_LAUNCH_BLOCKING": "1",
         "PHOTINUS_TIMEOUT_S": "60",
+        "THP_MEM_ALLOC_ENABLE": "0",
         "CUDA_VISIBLE_DEVICES": "1",
         "PHOTINUS_HOST_ID": "x",
         "PHOTINUS_JOB_SECRET": "s",
@@ -144,7 +145,7 @@ def test_what_steers_training_is_handed_over_and_what_describes_a_host_is_not(tm
     over = exported_variables(environ, ("MY_DATA",))
     assert over.pop("MY_DATA") == "/data/mine"
     expected = "NCCL_DEBUG OMP_NUM_THREADS HF_HOME PYTHONPATH LD_LIBRARY_PATH CUDA_LAUNCH_BLOCKING PHOTINUS_TIMEOUT_S"
-    assert set(over) == set(expected.split())
+    assert set(over) == {*expected.split(), "THP_MEM_ALLOC_ENABLE"}
     with pytest.raises(UsageError, match="--export NOT_SET: NOT_SET is not set here"):
         exported_variables(environ, ("NOT_SET",))
 

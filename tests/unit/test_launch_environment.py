@@ -65,6 +65,14 @@ def test_threads_share_the_usable_cores_unless_the_user_says_otherwise(cores):
     assert environ(base={"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
+def test_workers_without_gpus_ask_for_huge_pages_unless_the_user_decided(monkeypatch):
+    monkeypatch.setattr("photinus.process_memory.huge_pages", lambda: "madvise")
+    assert environ(cpu=True)["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert environ(base={"THP_MEM_ALLOC_ENABLE": "0"})["THP_MEM_ALLOC_ENABLE"] == "0"
+    on_gpu = Job(JobSpec(Program("script", "train.py")), "job", 1, {}, gpus=("0",))
+    assert "THP_MEM_ALLOC_ENABLE" not in on_gpu.environ(MEMBERS, 1)
+
+
 def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise():
     alone = AttemptMembers((2,), 0, 0, "job", 1234)
     assert environ(alone)["GLOO_SOCKET_IFNAME"] == "lo"

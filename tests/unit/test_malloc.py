@@ -25,9 +25,9 @@ def wrap_in_torchs_ddp():
     import torch.distributed as dist
     dist.init_process_group("photinus", store=dist.HashStore(), rank=0, world_size=1)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096, bias=False))  # 64 MiB
-    return process._kept_bytes == 256 << 20
+    return process.reuse_memory.cache_info().currsize == 1 and process.reuse_memory()
 
-kept = {"leave": bool, "keep": lambda: process.keep_freed_memory(256 << 20), "ddp": wrap_in_torchs_ddp}[sys.argv[1]]()
+kept = {"leave": bool, "keep": process.reuse_memory, "ddp": wrap_in_torchs_ddp}[sys.argv[1]]()
 for _ in range(3):
     faults()
 print(kept, min(faults() for _ in range(3)))

@@ -53,8 +53,6 @@ def register() -> None:
     does not know the backend. Does nothing in a torch that is built without distributed.
     """
     global _registered
-    if _registered:
-        return
     try:
         import torch.distributed as dist
 
@@ -112,15 +110,15 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     import torch
 
     # Imported here, so that `import torch` stays fast in programs that make no group of ours.
+    from ..process_memory import reuse_memory
     from ..version import check_torch
     from .arguments import Options
     from .device_map import find_request
     from .make_group import make
 
     check_torch(torch.__version__)
-
-    own = backend_options if isinstance(backend_options, Options) else Options()
-    return make(options, find_request(), own)
+    reuse_memory()
+    return make(options, find_request(), backend_options if isinstance(backend_options, Options) else Options())
 
 
 def __getattr__(name: str) -> Any:

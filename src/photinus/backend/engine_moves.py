@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import (
 from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
-from ..process_memory import PER_GRADIENTS, keep_freed_memory
 from .arguments import Memory, as_options, one_tensor, tensor_list, transfer_type
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
 from .torch_tools import begin_event, end_event, outside_dynamo
@@ -84,7 +83,6 @@ class EngineMoves(EngineGroup):
         # torch's DDP tells a backend nothing, but compares its parameters' shapes by this call.
         if parameters := parameters_of_new_ddp():
             self._updates.watch(parameters)
-            keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in parameters))
         options = as_options(AllgatherOptions, opts, timeout)
         outputs = tensor_list(output_tensors, "all_gather")
         tensor = one_tensor(input_tensors, "all_gather")

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PhotinusError
-from ...process_memory import PER_GRADIENTS, keep_freed_memory
+from ...process_memory import reuse_memory
 from ...waiting_time import waiting_time
 from ..exchange.collectives import GroupAverage, Pending, wait_all
 from ..exchange.tensors import tensors_in
@@ -335,8 +335,7 @@ class Reducer:
     def _start(self) -> None:
         self._make_buckets()
         if self.device.type == "cpu":
-            # Backward frees each gradient that lies in its bucket; the pages are wanted again in the next step.
-            keep_freed_memory(PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
+            reuse_memory()
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
             register(id).remove()  # now there is a dict of hooks

@@ -22,7 +22,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from ...process_memory import PER_GRADIENTS, keep_freed_memory
 from ..ddp.checks import one_device
 from ..ddp.held_parameters import HeldParameters, take_over_parameters
 from ..exchange.broadcast import broadcast_tensors
@@ -159,8 +158,6 @@ class FullyShardedStrategy(Strategy):
         watch_updates = getattr(group, "watch_updates", None)
         if watch_updates is not None:  # backend photinus then says which ranks are a step apart
             watch_updates(model.parameters())
-        if device.type == "cpu":
-            keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in before.values()))
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
         held_parameters, rank = HeldParameters(model), group.rank()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ... import env
 from ...job.attempt import AttemptMembers
 from ...job.spec import JobSpec
+from ...process_memory import use_huge_pages
 from .devices import usable_cores
 
 LOOPBACK = "127.0.0.1"
@@ -40,9 +41,9 @@ class Job:
     def environ(self, members: AttemptMembers, local_rank: int) -> dict[str, str]:
         """Return the environment of a worker in an attempt, but for what names its files (see `job.worker_files`).
 
-        The user's own OMP_NUM_THREADS and GLOO_SOCKET_IFNAME win; the rest of the job's variables are the launcher's
-        word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no worker listens on
-        MASTER_PORT and the death of rank 0 does not take the store with it.
+        The user's own OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE and GLOO_SOCKET_IFNAME win; the rest of the job's variables
+        are the launcher's word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no
+        worker listens on MASTER_PORT and the death of rank 0 does not take the store with it.
         """
         rank, world_size = members.first_rank + local_rank, members.world_size
         hosts, local_world_size = len(members.workers), members.workers[members.host_rank]
@@ -73,6 +74,8 @@ class Job:
         )
         environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_world_size)))
         environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        if not self.gpus:
+            use_huge_pages(environ)
         # gloo would look for the interface of the host's name, which may not resolve or be another network's.
         interface = "lo" if hosts == 1 else members.interface
         if interface is not None:

@@ -94,7 +94,7 @@ def find_here(hosts: Sequence[Host]) -> list[bool]:
 
 _FAMILIES = (
     *("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "PHOTINUS_", "PYTHON", "HF_", "TRANSFORMERS_"),
-    *("WANDB_", "CUDA_", "UCX_", "MLFLOW_"),
+    *("WANDB_", "CUDA_", "UCX_", "MLFLOW_", "THP_"),
 )
 _SINGLE = ("LD_LIBRARY_PATH", "LOGLEVEL", "NO_COLOR", "TERM", "COLORTERM")
 # Of one host, or of a job inside of which this may run; and all of TORCHELASTIC_.

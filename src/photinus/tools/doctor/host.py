@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from ...job.cgroup import cpu_quota_cores, memory_limit, text_of
+from ...process_memory import huge_pages
 from ...run.local.devices import usable_cores
 from ...runlog.units import size
 from .finding import Finding, assess
@@ -21,7 +22,7 @@ _LITTLE_MEMORY_BYTES, _LITTLE_SHM_BYTES = 2 << 30, 512 << 20
 
 def look_at_host(root: Path = Path("/")) -> list[Finding]:
     """Return all findings of this host. `root` is where /proc and /sys are (for tests)."""
-    return [_system(root), _processors(root), _memory(root), _memfd(), _dev_shm(root), _files(), _name()]
+    return [_system(root), _processors(root), _memory(root), _pages(root), _memfd(), _dev_shm(root), _files(), _name()]
 
 
 def _system(root: Path) -> Finding:
@@ -56,6 +57,12 @@ def _memory(root: Path) -> Finding:
     facts = {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
     advice = "A worker takes some 400 MB before the model is there. End other programs or raise the limit."
     return assess(_SECTION, "memory", value, bad=advice if available < _LITTLE_MEMORY_BYTES else "", facts=facts)
+
+
+def _pages(root: Path) -> Finding:
+    value = {"always": "for all memory", "madvise": "for torch's large CPU tensors"}.get(huge_pages(root), "off")
+    advice = "Steps on CPUs take more time without. As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return assess(_SECTION, "huge pages", value, note=advice if value == "off" else "")
 
 
 def _memfd() -> Finding:

@@ -32,6 +32,7 @@ from ...job.rendezvous import find_rendezvous
 from ...job.world import World, check_company
 from ...parallel.exchange.agreement import gather_per_rank
 from ...parallel.exchange.verify_models import refuse_shared_gpus
+from ...process_memory import reuse_memory
 from ..checkpoint.statefile import finish_writing
 from ..data import rng
 from ..data.arguments import explains_unknown, whole_number
@@ -194,6 +195,8 @@ def init(
     shards = 0 if logical_shards is None else whole_number("logical_shards", logical_shards, least=1)
     _check_shards(shards, dist.get_world_size() if dist.is_initialized() else place.world_size)
     chosen_device, device_reason = choose_device(device, place)
+    if chosen_device.type == "cpu":
+        reuse_memory()
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s}: needs a number of seconds above 0")
     owned = not dist.is_initialized()
