@@ -1,23 +1,32 @@
 """Measures the processor time that `photinus.Loop` adds to a step of a plain loop, in turns; one process.
 
-    python benchmarks/loop.py --out benchmarks/results/loop.json
+    python benchmarks/loop.py --before HEAD~1 --out benchmarks/results/loop.json
 
 The model is tiny, so that little hides what is added. All loops have the same body (forward, backward, SGD, gradients
 set to None): a plain one over torch's DataLoader; a plain one over `photinus.loader` with `photinus.backward`; Loop
 over the same loader, without a folder; and Loop with an average of the weights and early stopping, beside a plain loop
-with torch's AveragedModel. A figure is the median over the rounds of the difference within a round.
+with torch's AveragedModel. A figure is the median over the rounds of the difference within a round. With --before, the
+same loops over the source of that commit take turns with these, in processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if source := os.environ.get("PHOTINUS_SOURCE"):  # an editable install is found before sys.path
+    sys.meta_path = [each for each in sys.meta_path if "editable" not in type(each).__module__]
+    sys.path.insert(0, source)
 
 import harness
 import report
@@ -84,34 +93,76 @@ PAIRS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 where Loop adds more than {LIMIT_US} us")
-    arguments = parser.parse_args()
-    facts = harness.machine()
-    harness.warn(facts)
+def measure(steps: int) -> dict[str, float]:
+    """Microseconds of processor time a step, of each way in this process: the least of three turns."""
     torch.set_num_threads(1)
-    samples = arguments.steps * BATCH
+    samples = steps * BATCH
     data = TensorDataset(torch.randn(samples, 16), torch.randint(4, (samples,)))
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     with photinus.init("gloo", "cpu", seed=0):
-        for turn in range(arguments.rounds + 1):
+        for turn in range(4):
             for way, run in WAYS.items():
                 began = time.process_time()
                 run(data)
-                if turn:  # the first warms up
-                    times[way].append((time.process_time() - began) / arguments.steps * 1e6)
-    rows = [[way, f"{statistics.median(each):.1f}", f"{min(each):.1f}"] for way, each in times.items()]
+                if turn:
+                    times[way].append((time.process_time() - began) / steps * 1e6)
+    return {way: min(each) for way, each in times.items()}
+
+
+def measure_in_process(steps: int, source: str) -> dict[str, float]:
+    """The same in a new process, with the package of another folder; empty: with this one."""
+    command = [sys.executable, __file__, "--measure", "--steps", str(steps)]
+    ended = subprocess.run(command, env={**os.environ, "PHOTINUS_SOURCE": source}, stdout=subprocess.PIPE, check=True)
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--before", metavar="COMMIT")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 where Loop adds more than {LIMIT_US} us")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.steps)))
+        return
+    facts = harness.machine()
+    harness.warn(facts)
+    sources = {"now": ""}
+    times: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="photinus-bench-") as folder:
+        if arguments.before:
+            archive = subprocess.run(["git", "archive", arguments.before, "src"], stdout=subprocess.PIPE, check=True)
+            subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+            sources[f"before ({arguments.before})"] = f"{folder}/src"
+        for _ in range(arguments.rounds):
+            for name, source in sources.items():
+                for way, us in measure_in_process(arguments.steps, source).items():
+                    times.setdefault(name, {}).setdefault(way, []).append(us)
+    rows = [
+        [
+            way,
+            *(f"{statistics.median(times[name][way]):.1f}" for name in times),
+            *(f"{min(times[name][way]):.1f}" for name in times),
+        ]
+        for way in WAYS
+    ]
     added = {
-        name: statistics.median([a - b for a, b in zip(times[more], times[less], strict=True)])
-        for name, (more, less) in PAIRS.items()
+        name: {
+            what: statistics.median([a - b for a, b in zip(found[more], found[less], strict=True)])
+            for what, (more, less) in PAIRS.items()
+        }
+        for name, found in times.items()
     }
+    head = ["us a step", *(f"median, {name}" for name in times), *(f"least, {name}" for name in times)]
     tables = [
-        report.table(["us a step", "median", "least"], rows),
-        report.table(["what is added", "us a step"], [[name, f"{each:.1f}"] for name, each in added.items()]),
+        report.table(head, rows),
+        report.table(
+            ["what is added, us a step", *times], [[what, *(f"{added[n][what]:.1f}" for n in times)] for what in PAIRS]
+        ),
     ]
     print(*tables, sep="\n\n")
     kept = {
@@ -126,7 +177,7 @@ def main() -> None:
     if arguments.out is not None:
         text = "\n\n".join(["# What Loop adds to a step", "\n".join(known), *tables]) + "\n"
         harness.write(arguments.out, kept, text)
-    if arguments.check and max(added[name] for name in [*PAIRS][1:]) > LIMIT_US:
+    if arguments.check and max(added["now"][name] for name in [*PAIRS][1:]) > LIMIT_US:
         sys.exit(1)
 
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from .. import env
 from .worker_files import WorkerFiles
@@ -29,7 +28,7 @@ ONLY_ASKED_BY_SIGTERM = "rs"
 _WIDTH = 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Status:
     """See the module's docstring."""
 
@@ -49,10 +48,11 @@ def update(
     *, letter: str | None = None, steps: int | None = None, saved: int | None = None, out: str | None = None
 ) -> None:
     """Write what has changed."""
-    global _status, _counts
+    global _counts
     _counts = _counts and steps is None
-    changes: dict[str, Any] = {"letter": letter, "steps": steps, "saved": saved, "out": out}
-    _write(replace(_status, **{name: value for name, value in changes.items() if value is not None}))
+    changes = {"letter": letter, "steps": steps, "saved": saved, "out": out}
+    vars(_status).update({name: value for name, value in changes.items() if value is not None})
+    _write()
 
 
 def count_optimizer_steps() -> None:
@@ -64,7 +64,8 @@ def count_optimizer_steps() -> None:
     class Counter(StepWatcher):
         def step_ended(self, optimizer: object) -> None:
             if _counts:
-                _write(replace(_status, steps=_status.steps + 1))
+                _status.steps += 1
+                _write()
 
     global _counter
     watch_steps(_counter := Counter())
@@ -77,12 +78,11 @@ def read(text: str) -> Status:
     return Status(text[:1], int(steps), int(saved), out) if text else Status()
 
 
-def _write(status: Status) -> None:
-    global _status, _file
-    _status = status
-    if _file is None and (path := WorkerFiles.of_this_process().status):
+def _write() -> None:
+    global _file
+    if _file is None and env.WORKER_FILES.name in os.environ and (path := WorkerFiles.of_this_process().status):
         with contextlib.suppress(OSError):  # of a launcher that is gone
             _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     if _file is not None:
-        line = f"{status.letter}{status.steps:>{_WIDTH}}{status.saved:>{_WIDTH}}{status.out}\n"
+        line = f"{_status.letter}{_status.steps:>{_WIDTH}}{_status.saved:>{_WIDTH}}{_status.out}\n"
         os.pwrite(_file, line.encode(errors="surrogateescape"), 0)

@@ -323,7 +323,7 @@ class Loop:
     @property
     def step_due(self) -> bool:
         """Return whether the optimizer steps in this body: it has the last batch of a step."""
-        return self._batch is not None and self.micro_batch == self._batches_of_step * self._parts
+        return self._batch is not None and self._batches_done + 1 == self._batches_of_step * self._parts
 
     @property
     def _batches_of_step(self) -> int:
@@ -340,7 +340,7 @@ class Loop:
     @property
     def whole_epoch_ended(self) -> bool:
         """Return whether this is the last batch of a whole epoch. There, step a scheduler that counts epochs."""
-        return self.step_due and self._position.batches_done + self._batches_of_step == self._batches_per_epoch
+        return self._position.batches_done + self._batches_of_step == self._batches_per_epoch and self.step_due
 
     @property
     def validation_due(self) -> bool:
@@ -362,10 +362,6 @@ class Loop:
     def checkpoint(self) -> Path | None:
         """Return the path of the newest checkpoint of this run, None before the first."""
         return self._checkpointer.newest
-
-    @property
-    def _is_saved(self) -> bool:
-        return self._checkpointer.saved_step == self._position.step
 
     @property
     def history(self) -> list[Row]:
@@ -564,7 +560,8 @@ class Loop:
                     with nullcontext() if step_ended else self._gathering():
                         yield batch.data
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
-                    epoch_ended, row_ended = self.epoch_ended, self.validation_due
+                    epoch_ended = step_ended and self.epoch_ended
+                    row_ended = epoch_ended if self._spec.validate_every_steps is None else self.validation_due
                     self._batch = None
                     self._ledger.body_ended()
                     if self._shards is not None:
@@ -668,9 +665,7 @@ class Loop:
 
     def _after_step(self, samples: int, *, row_ended: bool, epoch_ended: bool, keeps: bool) -> None:
         """Do what is due between two steps, in this order: losses, the row, the checkpoint."""
-        position = self._position
-        self._clock.other_ended()
-        saving = self._spec.saving
+        position, saving = self._position, self._spec.saving
         self._save_wanted |= saving.every_steps is not None and position.step % saving.every_steps == 0
         self._save_wanted |= row_ended and saving.best is not None
         if self._digests.is_due(position.step):
@@ -711,6 +706,7 @@ class Loop:
     def _exchange(self, epoch_ended: bool, wants_to_leave: bool, *, may_stop: bool) -> None:
         """Brings the numbers of all ranks together, and agrees on stopping, saving and suspending."""
         position = self._position
+        self._clock.other_ended()
         saves = self.out is not None and (epoch_ended or self._save_wanted)
         # Rank 0's clock decides for all: the others' clocks differ, and all must save at the same step.
         due = self._folder.writes and time.monotonic() - self._saved_s >= self._save_pause_s
@@ -759,7 +755,7 @@ class Loop:
     def _finish(self) -> None:
         if self._digests.is_due(self._position.step, is_last=True):
             self._folder.append_digests(self._position.step, self._digests.take(self._position.step))
-        if not self._is_saved:
+        if self._checkpointer.saved_step != self._position.step:
             self._save()
         self._checkpointer.wait()
         self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)

@@ -183,8 +183,7 @@ class Snapshots:
                 self._error = str(error)
             self._costs.sealed(0.0 if self._has_free_cores() else copy.beside_s)
         step_s = (time.perf_counter() - self._planned_s) / max(1, step - self._planned_step)
-        cost_s = self._costs.usual_s
-        mine = float(not is_sealed), float(self._error != ""), -1.0 if cost_s is None else cost_s, step_s
+        mine = float(not is_sealed), float(self._error != ""), self._costs.usual_s, step_s
         failed, broken, cost_s, step_s = self._most(mine)
         if broken:
             texts = gather_per_rank(self._error)
@@ -344,6 +343,6 @@ class _Costs:
         self._is_measured = False
 
     @property
-    def usual_s(self) -> float | None:
-        """Return the seconds that one costs; None while it is not known."""
-        return statistics.median(self._costs) if self._costs else None
+    def usual_s(self) -> float:
+        """Return the seconds that one costs; -1 while it is not known."""
+        return statistics.median(self._costs) if self._costs else -1.0

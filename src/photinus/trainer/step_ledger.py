@@ -42,7 +42,7 @@ class _Gradients:
         parameter: this parameter, which has a gradient.
         body: the first body that made them.
         is_used: whether the optimizer has stepped with them, or they were set to zeros.
-        tensor: the gradient, while it lives.
+        tensor: the gradient, while it lives, and is not used.
         version: of the gradient, which changes in place count up.
     """
 
@@ -51,7 +51,8 @@ class _Gradients:
     is_used: bool = False
 
     def __post_init__(self) -> None:
-        self.tensor, self.version = TensorWeakRef(self.parameter.grad), self.parameter.grad._version
+        self.tensor: Any = None if self.is_used else TensorWeakRef(self.parameter.grad)
+        self.version = self.parameter.grad._version
 
     @property
     def is_gone(self) -> bool:
@@ -334,8 +335,9 @@ class StepLedger(StepWatcher):
         self._evaluations, self._used[place] = 0, self._made
         self._note_used(place)
         if self._batch is not None:
-            self._replicas.note(self._call(place), *optimizer.param_groups)
-            self._versions[place] = [(each, each._version) for each in _parameters_of(optimizer) if is_split(each)]
+            if not self._replicas.is_alone:
+                self._replicas.note(self._call(place), *optimizer.param_groups)
+                self._versions[place] = [(each, each._version) for each in _parameters_of(optimizer) if is_split(each)]
             self._stepped_inside.discard(place)
             if not getattr(optimizer, "found_inf", None):  # of a GradScaler: a fused optimizer skips a step itself
                 self._report_step(place)

@@ -520,8 +520,10 @@ class Loader:
         return self.device is not None and self.device.type == "cuda" and torch.cuda.is_available()
 
     def _moved(self, data: Any, *, is_pinned: bool = False) -> Any:
+        if self.device is None or (type(data) is list and all(getattr(t, "device", 0) == self.device for t in data)):
+            return data
         data = pin_memory(data) if self._pins and not is_pinned else data
-        return data if self.device is None else move_tensors(data, self.device)
+        return move_tensors(data, self.device)
 
     def _batch(self, data: Any, local: LocalBatch, index: int, *, is_pinned: bool = False) -> Batch:
         assert not isinstance(self.shares, StreamShares)

@@ -217,7 +217,5 @@ def memory_bytes(device: torch.device) -> tuple[int, int, int, int]:
     with contextlib.suppress(OSError, ValueError), open("/proc/self/status", encoding="utf-8") as file:
         lines = (line.replace(":", "").split() for line in file if line.startswith((*found,)))
         found |= {name: int(kib) * 1024 for name, kib, _ in lines}
-    resident, peak = found["VmRSS"], found["VmHWM"]
-    if device.type != "cuda":
-        return resident, peak, 0, 0
-    return resident, peak, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    gpu = device.type == "cuda" and (torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    return (found["VmRSS"], found["VmHWM"], *(gpu or (0, 0)))

@@ -135,13 +135,15 @@ class StepClock(StepWatcher):
         if not self._running:
             return
         now_ns, waited_ns, aside_s = time.perf_counter_ns(), waiting_time.total_ns, self._session.aside_s
-        aside_ns = int((aside_s - self._aside_s) * 1e9)
+        aside_ns = 0 if aside_s == self._aside_s else int((aside_s - self._aside_s) * 1e9)
         if self._device_clock is not None:
             now = self._device_clock.now()
             self._unread.append((phase, self._last, now, self._waits, aside_ns))
             self._last, self._waits, self._waits_inside = now, [], 0
-        else:
+        elif aside_ns or waited_ns != self._waited_ns:
             self._book(phase, now_ns - self._last_ns - aside_ns, waited_ns - self._waited_ns)
+        else:
+            self._ns[phase] += now_ns - self._last_ns
         self._last_ns, self._waited_ns, self._aside_s = now_ns, waited_ns, aside_s
 
     def _book(self, phase: int, elapsed_ns: int, waited_ns: int) -> None:

@@ -77,8 +77,8 @@ class StepLosses:
             # A weighted loss's share in its mean is known only now; it is 0 where there was nothing to count.
             batch, part = step.batches[place - 1], share() if callable(share) else share
             if batch.samples and part:  # else it is a mean of nothing, which is nan
-                factor = part / len(step.batches) * step.samples_of(batch) / step.samples
-                loss = loss if factor == 1.0 else loss * factor
+                if part != 1.0 or len(step.batches) > 1:
+                    loss = loss * (part / len(step.batches) * step.samples_of(batch) / step.samples)
                 step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:

@@ -90,15 +90,18 @@ class Replicas:
     Args:
         models: of those that are whole on each rank and exchange their gradients, parameters are compared; but for
             those that were wrapped with check_ranks=False, where ranks differ on purpose for a while.
+
+    Attributes:
+        is_alone: there is one rank, and nothing to compare.
     """
 
     def __init__(
         self, session: Session, models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         self._session = session
-        self._alone = session.world_size == 1
+        self.is_alone = session.world_size == 1
         models = [*models]
-        self._models = [] if self._alone else [unwrap_compiled(model) for model in models]
+        self._models = [] if self.is_alone else [unwrap_compiled(model) for model in models]
         self._split = [*self._models]  # those that are; the order of others is always 0
         self._models = [model for model in self._models if is_replicated(model, session.world_size)]
         self._step_facts = step_facts_of(self._split)
@@ -125,7 +128,7 @@ class Replicas:
 
     def note(self, call: str, *groups: Mapping[str, object]) -> None:
         """Remembers a call that all ranks have to make with the same arguments (of a step: groups of options)."""
-        if self._alone:
+        if self.is_alone:
             return
         self._repeats[call] = self._repeats.get(call, 0) + 1
         if self._repeats[call] > 1:
@@ -142,7 +145,7 @@ class Replicas:
         Args:
             saves: a checkpoint follows, so parameters are looked at however long ago that was done; equal on all ranks.
         """
-        if self._alone:
+        if self.is_alone:
             return [0.0, 0.0, 0.0]
         began_s = time.perf_counter()
         options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
@@ -164,7 +167,7 @@ class Replicas:
                 other arguments; on all ranks, says which and both values.
             ModelMismatchError: the ranks hold different parameters; on all ranks, names ranks and parameters.
         """
-        if self._alone:
+        if self.is_alone:
             return
         self._trained_s += seconds
         acts, weights, digests_s = (set(column) for column in zip(*rows, strict=True))
