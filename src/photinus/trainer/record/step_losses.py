@@ -21,6 +21,7 @@ class _Step:
     number: int
     epoch: int
     batches: list[Batch] = field(default_factory=list)
+    global_samples: int = 0  # of all ranks and all batches
     # Losses, each with the number of batches that had come, and its share.
     parts: list[tuple[Tensor, int, float | Callable[[], float]]] = field(default_factory=list)
     loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
@@ -35,11 +36,6 @@ class _Step:
     def samples_of(self, batch: Batch) -> float:
         """Return the samples that this rank would have of a batch, if the batch had the step's mean size."""
         return batch.samples * (self.global_samples / (batch.global_samples * len(self.batches)))
-
-    @property
-    def global_samples(self) -> int:
-        """Return the samples of all ranks and all batches of the step."""
-        return sum(batch.global_samples for batch in self.batches)
 
 
 class StepLosses:
@@ -63,6 +59,7 @@ class StepLosses:
         if not self._steps or self._steps[-1].number != step:
             self._steps.append(_Step(step, epoch))
         self._steps[-1].batches.append(batch)
+        self._steps[-1].global_samples += batch.global_samples
 
     def add(self, loss: Tensor, share: float | Callable[[], float]) -> None:
         """Take a loss of the running step. It is a scalar, the mean over this rank's samples."""
@@ -84,7 +81,7 @@ class StepLosses:
     def drop_last(self) -> None:
         """Forget the batch of a body that was left before its end."""
         step = self._steps[-1]
-        step.batches.pop()
+        step.global_samples -= step.batches.pop().global_samples
         step.parts = [part for part in step.parts if part[1] <= len(step.batches)]
         if not step.batches:
             self._steps.pop()
