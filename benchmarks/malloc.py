@@ -1,11 +1,10 @@
-"""Measures malloc's settings on a training step: page faults, processor time and peak memory of one process.
+"""Measures huge pages and malloc's settings on training steps: page faults, processor time and peak of one process.
 
-    python benchmarks/malloc.py gpt-20m:16x64 --rounds 3
+    python benchmarks/malloc.py gpt-20m:16x64 resnet-18:16 --rounds 3
 
 Tensors above 32 MiB are mapped and unmapped one by one, whatever the thresholds, unless M_MMAP_MAX is 0. Then they lie
 on the heap, which keeps them up to the trim threshold. The settings take turns, each in a process of its own: two
-steps, then five that are measured (forward, backward, AdamW, gradients set to None). "N x": the heap keeps N times the
-gradients.
+steps, then five that are measured (forward, backward, AdamW, gradients set to None).
 """
 
 from __future__ import annotations
@@ -21,10 +20,15 @@ from pathlib import Path
 
 RANKS = Path(__file__).resolve().parent / "ranks"
 STEPS = 5
+HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 SETTINGS = {
     "glibc's own": {},
-    "photinus (4 x, tensors above 32 MiB mapped)": {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)},
-} | {f"M_MMAP_MAX=0, {times} x": {"MALLOC_MMAP_MAX_": "0"} for times in (4, 6, 8, 12)}
+    "huge pages": HUGE,
+    "heap kept": KEPT,
+    "photinus: huge pages, heap kept": HUGE | KEPT,
+    "M_MMAP_MAX=0 besides": HUGE | KEPT | {"MALLOC_MMAP_MAX_": "0"},
+}
 COLUMNS = ("faults per step", "processor ms per step", "of them in the kernel", "peak MiB")
 
 
@@ -52,27 +56,24 @@ def measure(model_name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="as in ddp_steps.py")
+    parser.add_argument("models", nargs="+", help="as in ddp_steps.py")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gradients-mib", type=int, default=78, help="of the model; default: the GPT of 20 M")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        return measure(args.model)
-    found: dict[str, list[list[float]]] = {name: [] for name in SETTINGS}
-    for _ in range(args.rounds):
-        for name, variables in SETTINGS.items():
-            environ = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | variables
-            if variables:
-                times = 4 if name.startswith("photinus") else int(name.split()[-2])
-                environ["MALLOC_TRIM_THRESHOLD_"] = str(times * args.gradients_mib << 20)
-            command = [sys.executable, __file__, args.model, "--measure"]
-            ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-            found[name].append(json.loads(ended.stdout))
-    print(f"| setting | {' | '.join(COLUMNS)} |\n|---{'|---:' * len(COLUMNS)}|")
-    for name, runs in found.items():
-        cells = [f"{statistics.median(column):,.0f}" for column in zip(*runs, strict=True)]
-        print(f"| {name} | {' | '.join(cells)} |")
+        return measure(args.models[0])
+    for model in args.models:
+        found: dict[str, list[list[float]]] = {name: [] for name in SETTINGS}
+        for _ in range(args.rounds):
+            for name, variables in SETTINGS.items():
+                environ = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "THP_"))} | variables
+                command = [sys.executable, __file__, model, "--measure"]
+                ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+                found[name].append(json.loads(ended.stdout))
+        print(f"\n## {model}\n\n| setting | {' | '.join(COLUMNS)} |\n|---{'|---:' * len(COLUMNS)}|")
+        for name, runs in found.items():
+            cells = [f"{statistics.median(column):,.0f}" for column in zip(*runs, strict=True)]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return None
 
 

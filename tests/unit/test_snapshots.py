@@ -126,6 +126,26 @@ def train(
         return loop, {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
+def test_a_snapshot_costs_what_the_next_step_takes_longer_and_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    costs = snapshots._Costs()
+
+    def step(seconds: float) -> None:
+        now[0] += seconds
+        costs.step_ended()
+
+    for _ in range(8):
+        step(0.010)
+    for excess_s in (0.5, 0.5, 0.004, 0.012):  # the first two take new memory
+        assert costs.usual_s in (-1.0, pytest.approx(0.006))
+        costs.taken(0.001)
+        step(0.010 + excess_s)
+        costs.sealed(beside_s=0.002)
+        step(0.010)
+    assert costs.usual_s == pytest.approx((0.006 + 0.014) / 2)
+
+
 def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 

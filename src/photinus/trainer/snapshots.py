@@ -41,10 +41,10 @@ from .session.session import Session
 
 _MOST_COST = 0.01  # of the time, where the user gives no number of steps
 _FIRST_STEPS = 2  # before the first snapshot
-_FIRST_INTERVAL = 10  # steps between snapshots until it is known what one costs
+_FIRST_INTERVAL, _FIRST_S = 10, 0.5  # steps and seconds, at least, between snapshots until a cost is known
 _MOST_OF_MEMORY = 0.9
 _SPANS = 16  # steps, and
-_COSTS = 5  # snapshots, of which the usual one counts
+_COSTS = 5  # snapshots, whose mean counts
 _NEW_SIDES = 2  # the first snapshots, which take new memory
 
 
@@ -193,8 +193,8 @@ class Snapshots:
         if pending is not None and not failed:
             self._sealed[pending[0]] = pending[1]
             self._count += 1
-        often = _FIRST_INTERVAL if cost_s < 0 else max(1, math.ceil(cost_s / _MOST_COST / max(step_s, 1e-9)))
-        self._plan(step, self._every or often)
+        least, pause_s = (_FIRST_INTERVAL, _FIRST_S) if cost_s < 0 else (1, cost_s / _MOST_COST)
+        self._plan(step, self._every or max(least, math.ceil(pause_s / max(step_s, 1e-9))))
         return True
 
     def _plan(self, step: int, interval: int) -> None:
@@ -305,8 +305,9 @@ class Snapshots:
 class _Costs:
     """The measured cost of a snapshot: what the step that follows takes longer than steps usually do.
 
-    So it counts the exchanges, the copy, the digest beside the step, and the caches that the copy has emptied. The
-    first two snapshots are left out: they take new memory.
+    So it counts the exchanges, the copy, and the caches that the copy has emptied. The digest may take several steps to
+    end, so its processor time counts besides, and perhaps twice. The mean of the costs is what training pays: a median
+    would leave out the dear ones. The first two snapshots are left out: they take new memory.
     """
 
     def __init__(self) -> None:
@@ -339,10 +340,10 @@ class _Costs:
         """The last snapshot is sealed, which took this processor time from training."""
         self._count += 1
         if self._count > _NEW_SIDES and self._is_measured:
-            self._costs.append(max(self._excess_s, self._taken_s + beside_s))
+            self._costs.append(max(self._excess_s, self._taken_s) + beside_s)
         self._is_measured = False
 
     @property
     def usual_s(self) -> float:
         """Return the seconds that one costs; -1 while it is not known."""
-        return statistics.median(self._costs) if self._costs else -1.0
+        return statistics.fmean(self._costs) if self._costs else -1.0

@@ -21,7 +21,6 @@ profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 _follower: Callable[[], object] | None = None
 _forward: Any = None
-_NO_SPAN = contextlib.nullcontext()
 
 
 def follow_steps(call: Callable[[], object] | None) -> None:
@@ -37,7 +36,7 @@ def is_followed() -> bool:
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler shows the block as `name`."""
-    return record_function(name) if profiler_is_on() else _NO_SPAN
+    return record_function(name) if profiler_is_on() else contextlib.nullcontext()
 
 
 def forward_began() -> None:
