@@ -30,7 +30,7 @@ FLOORS = {
     "_native": 2,
     "tracebacks": 2,
     "optimizer_steps": 1,
-    "process_memory": 1,
+    "process_memory": 3,
     "waiting_time": 1,
     "runlog": 3,
     "arrays": 3,
