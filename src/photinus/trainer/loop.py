@@ -323,7 +323,9 @@ class Loop:
     @property
     def step_due(self) -> bool:
         """Return whether the optimizer steps in this body: it has the last batch of a step."""
-        return self._batch is not None and self._batches_done + 1 == self._batches_of_step * self._parts
+        if self._batch is None or self._is_again:
+            return False
+        return self._batches_done + 1 == self._batches_of_step * self._parts
 
     @property
     def _batches_of_step(self) -> int:
