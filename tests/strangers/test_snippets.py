@@ -34,10 +34,6 @@ GIVEN = {
         "import safetensors.torch; safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
     ),
     "docs/tutorial/first-run.md: import sys": "import sys; sys.argv = ['train.py', 'runs/one']",
-    "docs/how-to/exact.md: loop = photinus.Loop(model, optimizer, train_set, batch_size=64, epochs=15, "
-    'out="runs/exact", audit_every=50)': (
-        "photinus.init(seed=1, logical_shards=8); model, optimizer = photinus.wrap(model, optimizer)"
-    ),
     'docs/how-to/backend.md: torch.distributed.init_process_group("photinus")': (
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')"
     ),
@@ -76,6 +72,8 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "photinus doctor": "tries everything, in the README's test: tests/strangers/test_readme.py",
 }
 ELSEWHERE_FROM = {  # the same, by how a command begins
+    "python3 -m venv ": "installs: tests/strangers/test_readme.py",
+    ". .venv/": "installs: tests/strangers/test_readme.py",
     "srun ": "needs Slurm: tests/schedulers/test_slurm.py",
     "mpirun ": "needs Open MPI: tests/schedulers/test_mpirun.py",
     "sbatch ": "needs Slurm: tests/schedulers/test_slurm.py",
