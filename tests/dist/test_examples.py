@@ -61,10 +61,10 @@ def test_fashion_mnist_reaches_88_percent_with_the_same_losses_on_one_process_an
 
 @pytest.mark.slow
 @pytest.mark.timeout(800)
-def test_shifted_digits_reach_96_percent_with_the_same_first_losses_on_one_process_and_two(tmp_path: Path) -> None:
+def test_shifted_digits_reach_95_percent_with_the_same_first_losses_on_one_process_and_two(tmp_path: Path) -> None:
     for name in LAUNCHERS:
         run(name, "first/images.py", name, folder=tmp_path)
-        assert read_rows(tmp_path / name / "metrics.csv")[-1]["accuracy"] >= 0.96
+        assert read_rows(tmp_path / name / "metrics.csv")[-1]["accuracy"] >= 0.95
     one, two = ([row["loss"] for row in read_rows(tmp_path / name / "losses.csv")] for name in LAUNCHERS)
     assert len(one) == 20 * -(-1437 // 128)
     assert two[:12] == pytest.approx(one[:12], rel=1e-4)
