@@ -1,4 +1,4 @@
-"""What audits are given, and what follows from the digests of three ranks."""
+"""The arguments of audits, and how the digests of three ranks show which one is wrong."""
 
 from __future__ import annotations
 

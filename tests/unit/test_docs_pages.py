@@ -1,4 +1,4 @@
-"""What the site's hook makes of tables (on a phone rows of prose become blocks), sources and errors; dead links."""
+"""The site's hook changes tables (on a phone, rows of prose become blocks), sources and errors. Links are checked."""
 
 from __future__ import annotations
 

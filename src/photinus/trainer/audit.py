@@ -100,7 +100,7 @@ class Audit:
         self._step, self._began_s, self._cost_s = 0, 0.0, 0.0  # of the last audit
         self._last = (0, time.perf_counter())  # step, and moment
         self._passed = ""  # the last audit that did, or the start; text
-        self._data = b""  # this rank's batch, as its body got it; empty where no digests are to be compared
+        self._data = b""  # this rank's batch, before its body ran; empty: no digests are compared in this step
         self._scalers, self._scales = scalers, list[dict[str, Any]]()  # with which the step began
         self._own: list[torch.Tensor] = []  # digests of gradients, by parameter
         self._again: list[torch.Tensor] = []  # those of the neighbour's batch
@@ -181,7 +181,7 @@ class Audit:
         return torch.zeros((), dtype=torch.int64, device=self._session.device)
 
     def watch(self, *, leaving: bool) -> None:
-        """Take digests of gradients that leave from now on, as those of the last body of a step do; or no more."""
+        """Begin or end to take digests of gradients before they are exchanged, which the last body of a step does."""
         first = 0
         self._own = [self._none() for _ in self._slots] if leaving else self._own
         for model in self._wrapped:
@@ -226,11 +226,11 @@ class Audit:
 
     @torch.no_grad()
     def ask_third(self, doubt: Doubt) -> Batch | None:
-        """Put the weights back, and give the batch to the rank that decides: there, return it. All ranks call it."""
+        """Put the weights back, and send the batch to the third rank. Return the batch there. All ranks call it."""
         for slot, value in zip(self._slots, self._weights, strict=True):
             slot.parameter.copy_(value)
         for scaler, scale in zip(self._scalers, self._scales, strict=True):
-            scaler.load_state_dict(scale)  # it makes the scale smaller after a gradient that is infinite
+            scaler.load_state_dict(scale)  # an infinite gradient has made it smaller
         third = doubt.third(self._ranks)
         came = self._send(self._data if self._rank == doubt.owner else b"", {doubt.owner: third})
         return _read(came, self._session.device) if self._rank == third else None
@@ -242,7 +242,7 @@ class Audit:
         self._decided.append((doubt, doubt.wrong(gather_numbers(own, resolve_group(None))[third])))
 
     def fail(self) -> None:
-        """Raise what was decided. All ranks call it.
+        """Raise the error that names who is wrong. All ranks call it.
 
         Raises:
             FaultyHardwareError: this rank computes wrong, or nobody knows which rank does.
@@ -251,7 +251,8 @@ class Audit:
         own = f"host {self._session.host}, {_name_of(self._session.device)}"
         places = [each.decode() for each in all_gather_bytes(own.encode(), resolve_group(None))]
         wrong = sorted({rank for _, rank in self._decided if rank is not None})
-        wrong = wrong if 2 * len(wrong) < self._ranks else []  # not so many at the same time: it is the body
+        if 2 * len(wrong) >= self._ranks:
+            wrong = []  # so many faults at the same time are unlikely: the body itself differs
         doubt = next((doubt for doubt, rank in self._decided if rank is not None), self._decided[0][0])
         names = [self._slots[place].name for place in doubt.differing]
         more = f" and {len(names) - 1} more of {len(self._slots)}" if len(names) > 1 else ""
@@ -306,7 +307,7 @@ def _read(data: bytes, device: torch.device) -> Batch:
 
 
 def _alike(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of a tensor, and its place in a cache line, by both of which kernels may round.
+    """Return a copy with the strides of a tensor and its place in a cache line. Kernels may round by both.
 
     Of a view it has what lies between its elements, too, and not all that it is a view of.
     """
@@ -320,7 +321,7 @@ def _alike(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _total(digests: Sequence[int]) -> int:
-    """One number for many, which says where each one stands."""
+    """Return one number for many; it depends on their order."""
     total = 0
     for digest in digests:
         total = (total * _FACTOR + digest) & _MASK

@@ -242,7 +242,7 @@ def plain_names(state: Mapping[str, Any], wanted: Collection[str]) -> dict[str, 
 def check_states(
     objects: Mapping[str, Any], states: Mapping[str, Any], source: str, advice: str = "Nothing was loaded."
 ) -> None:
-    """Raises unless each object can take its state, as far as can be told without changing it.
+    """Raise an error if an object cannot take its state. Only what can be checked without a change is checked.
 
     Args:
         source: the file or folder, for messages, which end with the advice.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-ORDER = 2  # the version of the order of samples; 1: parts were contiguous, and seeds of epochs digests
+ORDER = 2  # the version of the order of samples; in version 1, parts were contiguous, and seeds came from SHA-256
 
 
 @dataclass(frozen=True)
