@@ -52,7 +52,7 @@ BUDGET = {
     "cli": 988,
     "compat": 612,
     "job": 2290,
-    "parallel": 5390,
+    "parallel": 5401,
     "run": 3501,
     "runlog": 1213,
     "templates": 188,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -161,7 +161,7 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """Makes zeros: (element count, dtype) -> tensor of one dimension."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """One parameter's place: `view` is the part of its bucket that `param.grad` becomes an alias of.
 
@@ -173,6 +173,7 @@ class Slot:
     parameter: torch.nn.Parameter
     bucket: Bucket | None = None  # None for a parameter with sparse gradients
     view: torch.Tensor | None = None
+    address: int = 0  # of the view
     arrived: bool = False  # counted in this round
     absent: bool = False  # counted without a gradient
     arrivals: int = 0  # gradients that came in this round; several where reentrant checkpoints share the parameter
@@ -243,6 +244,7 @@ class Bucket:
             shape, strides = slot.parameter.shape, dense_strides(slot.parameter)
             # .data: no autograd view of the bucket, so that code which calls grad.detach_() goes on working.
             slot.view = self.flat.as_strided(shape, strides, self.flat.storage_offset() + offset).data
+            slot.address = slot.view.data_ptr()
         self._storage = self.flat.untyped_storage()
         self._own_references = torch._C._storage_Use_Count(self._storage._cdata)
 
@@ -268,11 +270,10 @@ def bring_home(slots: Sequence[Slot], *, as_views: bool) -> list[tuple[Slot, tor
     """
     fresh: list[Slot] = []
     gradients: list[torch.Tensor] = []
-    views: list[torch.Tensor] = []
     carrying_graphs: list[tuple[Slot, torch.Tensor]] = []
-    for slot in slots:
-        gradient, view = slot.parameter.grad, slot.view
-        assert view is not None
+    for slot in slots:  # some thousands in each step: what is read of a tensor here counts
+        gradient: Any = slot.parameter.grad
+        view: Any = slot.view
         if gradient is view:
             continue
         if gradient is None:  # it came, and some hook took it away again
@@ -283,10 +284,10 @@ def bring_home(slots: Sequence[Slot], *, as_views: bool) -> list[tuple[Slot, tor
         elif gradient.is_sparse:
             view.copy_(gradient.to_dense())
             slot.parameter.grad = view if as_views else view.data
-        elif gradient.data_ptr() != view.data_ptr():
+        elif gradient.data_ptr() != slot.address:
             fresh.append(slot)
             gradients.append(gradient)
-            views.append(view)
+    views: list[Any] = [slot.view for slot in fresh]
     if len(fresh) == 1:
         views[0].copy_(gradients[0])
     elif fresh:
