@@ -11,10 +11,12 @@ import contextlib
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -49,8 +51,14 @@ def unwatch_steps(watcher: StepWatcher) -> None:
 @functools.cache
 def _watch_torch() -> None:
     """Registers the hooks, which stay: a watcher may go while torch walks through its hooks, and none may go then."""
-    register_optimizer_step_pre_hook(_disable_dynamo(_began))
-    register_optimizer_step_post_hook(_disable_dynamo(_ended))
+    register_optimizer_step_pre_hook(_untraced(_began))
+    register_optimizer_step_post_hook(_untraced(_ended))
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile does not trace, and that costs nothing in steps that are not compiled."""
+    disabled = _disable_dynamo(hook)
+    return lambda *args: (disabled if is_dynamo_compiling() else hook)(*args)
 
 
 def _began(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -68,7 +76,7 @@ def _ended(optimizer: Optimizer, *_: Any) -> None:
 
 def _is_outermost() -> bool:
     # The frames tell, and not a count of calls: of a step that raised, torch does not tell the end.
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     steps = 0
     while frame is not None and steps < 2:
         steps += frame.f_code is _STEP

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -1442,3 +1443,23 @@ def test_a_last_batch_of_one_sample_and_a_batch_norm_is_warned_of_before_any_wor
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         photinus.Loop(model, optimizer, points(14), batch_size=4, epochs=1, report=QUIET)
+
+
+def test_the_data_of_a_batch_that_is_done_is_freed_before_the_next_exchange_of_losses(world: Any) -> None:
+    data = TensorDataset(torch.rand(160, 1))
+    batches: list[weakref.ref[torch.UntypedStorage]] = []
+    for (given,) in (loop := _loop(data, epochs=1)):
+        assert [each() for each in batches[:-1]] == [None] * len(batches[:-1])  # the last one until the loop goes on
+        batches.append(weakref.ref(given.untyped_storage()))
+        loop.record(_loss(loop))
+        del given
+    assert len(batches) == 40
+
+
+def test_a_loss_that_the_script_changes_later_is_logged_as_it_was(world: Any) -> None:
+    seen = []
+    for _ in (loop := _loop(epochs=1)):
+        loop.record(loss := _loss(loop, value := 1.0 + loop.step))
+        seen.append(value)
+        loss.data.fill_(100.0)
+    assert loop.history[-1]["loss"] == pytest.approx(sum(seen) / len(seen))

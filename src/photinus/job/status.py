@@ -39,7 +39,7 @@ class Status:
 
 
 _status = Status()
-_file: int | None = None
+_file: int | None = -1  # -1: not looked for yet; None: no launcher reads
 _counter: object = None
 _counts = True  # until `update` gets steps
 
@@ -80,9 +80,10 @@ def read(text: str) -> Status:
 
 def _write() -> None:
     global _file
-    if _file is None and env.WORKER_FILES.name in os.environ and (path := WorkerFiles.of_this_process().status):
+    if _file == -1:
+        _file, path = None, WorkerFiles.of_this_process().status
         with contextlib.suppress(OSError):  # of a launcher that is gone
-            _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if path else None
     if _file is not None:
         line = f"{_status.letter}{_status.steps:>{_WIDTH}}{_status.saved:>{_WIDTH}}{_status.out}\n"
         os.pwrite(_file, line.encode(errors="surrogateescape"), 0)

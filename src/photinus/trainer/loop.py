@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
@@ -549,18 +549,12 @@ class Loop:
                         others = self._shards.audited(position.step + 1, self._batches_done, of_step, batch)
                         if others is not None:
                             yield from self._computed_again(*others, is_first=self._batches_done == 0)
-                    self._batch = batch
-                    step_ended = self.step_due
-                    if self._shards is not None:
                         self._shards.body_began(position.step + 1, self._batches_done, of_step)
                         if self._batches_done % of_step == 0:
                             self._ledger.gradients_taken()
-                    self._ledger.body_began(
-                        batch, position.step + 1, self.epoch, batches=of_step,
-                        is_first=self._batches_done == 0, may_step=step_ended,
-                    )  # fmt: skip
-                    with nullcontext() if step_ended else self._gathering():
-                        yield batch.data
+                    self._batch = batch
+                    step_ended = self.step_due
+                    yield from self._body(batch, is_first=self._batches_done == 0, may_step=step_ended)
                     # The caller asks for the next batch: only now the body is done and counts, not if it was left.
                     epoch_ended = step_ended and self.epoch_ended
                     row_ended = epoch_ended if self._spec.validate_every_steps is None else self.validation_due
@@ -605,19 +599,26 @@ class Loop:
             self._signals.close()
             wait_for_writer()  # left early
 
+    def _body(self, batch: Batch, *, is_first: bool, may_step: bool) -> Iterator[Any]:
+        """Hand a batch out to its body."""
+        step, batches = self._position.step + 1, self._batches_of_step
+        self._ledger.body_began(batch, step, self.epoch, batches=batches, is_first=is_first, may_step=may_step)
+        if may_step:
+            yield batch.data
+            return
+        with ExitStack() as stack:  # the gradients of the step's bodies add up on each rank, without an average
+            for no_sync in self._no_sync:
+                stack.enter_context(no_sync())
+            yield batch.data
+
     def _computed_again(self, rank: int, batch: Batch, *, is_first: bool) -> Iterator[Any]:
         """Have the body compute another rank's batch, which does not count."""
         assert self._shards is not None
-        step = self._position.step + 1
         self._batch, self._is_again = batch, True
-        self._shards.again_began(step, rank)
+        self._shards.again_began(self._position.step + 1, rank)
         self._ledger.gradients_taken()
-        self._ledger.body_began(
-            batch, step, self.epoch, batches=self._batches_of_step, is_first=is_first, may_step=False
-        )
         try:
-            with self._gathering():
-                yield batch.data
+            yield from self._body(batch, is_first=is_first, may_step=False)
         finally:
             self._is_again = False
         self._batch = None
@@ -635,14 +636,6 @@ class Loop:
                 yield from self._computed_again(doubt.owner, batch, is_first=True)
             audit.decide(doubt)
         audit.fail()
-
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        """Let the gradients of a body add up on each rank, without an average."""
-        with ExitStack() as stack:
-            for no_sync in self._no_sync:
-                stack.enter_context(no_sync())
-            yield
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         """The epoch's next batch; None after the last."""

@@ -12,7 +12,6 @@ these to compare with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,25 +33,23 @@ from .session.session import require_session
 from .weighted_means import WeightedMeans, zero_gradients
 
 
-@dataclass
+@dataclass(slots=True)
 class _Gradients:
     """The gradients that an optimizer has, known by the one of its first parameter with a gradient.
 
     Attributes:
         parameter: this parameter, which has a gradient.
         body: the first body that made them.
-        is_used: whether the optimizer has stepped with them, or they were set to zeros.
-        tensor: the gradient, while it lives, and is not used.
         version: of the gradient, which changes in place count up.
+        is_used: whether the optimizer has stepped with them, or they were set to zeros.
+        tensor: the gradient, while it lives; None in the body that noted it.
     """
 
     parameter: Any
     body: int
+    version: int
     is_used: bool = False
-
-    def __post_init__(self) -> None:
-        self.tensor: Any = None if self.is_used else TensorWeakRef(self.parameter.grad)
-        self.version = self.parameter.grad._version
+    tensor: Any = None
 
     @property
     def is_gone(self) -> bool:
@@ -158,6 +155,9 @@ class StepLedger(StepWatcher):
         self._batch = None
         if self._made > max(self._used):  # by hand, perhaps, which nothing saw
             self._note_gradients()
+        for gradients in self._gradients.values():
+            if not gradients.is_used and gradients.tensor is None and gradients.parameter.grad is not None:
+                gradients.tensor = TensorWeakRef(gradients.parameter.grad)
         while self._stepped_inside:
             self._report_step(self._stepped_inside.pop())
         for average in self._averages:
@@ -208,8 +208,11 @@ class StepLedger(StepWatcher):
         weighted = weighted if scaler is None else scaler.scale(weighted)
         self._clock.backward_began()
         self._means.backward_began()
-        with nullcontext() if factor else zero_gradients(weighted):
+        if factor:
             weighted.backward()
+        else:
+            with zero_gradients(weighted):
+                weighted.backward()
         if weight is not None:
             self._means.backward_ended()
         self._means.gradients_came()
@@ -236,6 +239,8 @@ class StepLedger(StepWatcher):
 
         Of several optimizers it is an error only if this one steps: another's loss may have left the gradients.
         """
+        if not self._gradients and not self._cleared:
+            return
         for place, gradients in [*self._gradients.items()]:
             if not gradients.is_used and gradients.is_gone:
                 if self._first_body <= gradients.body < self._body:
@@ -249,10 +254,10 @@ class StepLedger(StepWatcher):
     def _note_gradients(self) -> None:
         """Remember the gradients that are there."""
         for place, optimizer in enumerate(self._optimizers):
-            found = next((p for p in _parameters_of(optimizer) if p.grad is not None), None)
+            found = _first_with_gradient(optimizer)
             if found is None:
                 continue
-            before, now = self._gradients.get(place), _Gradients(found, self._body)
+            before, now = self._gradients.get(place), _Gradients(found, self._body, found.grad._version)
             if before is not None and before.is_used:
                 if before.parameter is found and before.version == now.version:
                     continue  # another optimizer's backward did not reach them
@@ -264,9 +269,9 @@ class StepLedger(StepWatcher):
         """Remember that an optimizer's present gradients are not for its next step."""
         self._gradients.pop(place, None)
         if parameter is None:
-            parameter = next((p for p in _parameters_of(self._optimizers[place]) if p.grad is not None), None)
+            parameter = _first_with_gradient(self._optimizers[place])
         if parameter is not None and parameter.grad is not None:
-            self._gradients[place] = _Gradients(parameter, self._body, is_used=True)
+            self._gradients[place] = _Gradients(parameter, self._body, parameter.grad._version, is_used=True)
 
     def _refuse_cleared(self, place: int) -> None:
         if place in self._cleared:
@@ -280,7 +285,8 @@ class StepLedger(StepWatcher):
         gradients, optimizer = self._gradients.get(place), self._optimizers[place]
         if gradients is None or gradients.is_used or gradients.body >= self._first_body:
             return
-        if gradients.tensor() is gradients.parameter.grad and not gradients.is_gone and _has_gradients(optimizer):
+        is_there = gradients.tensor is None or gradients.tensor() is gradients.parameter.grad
+        if is_there and not gradients.is_gone and _has_gradients(optimizer):
             raise PhotinusError(
                 f"step {self._step} adds to gradients of a step before, which {type(optimizer).__name__}.step() has "
                 f"not used. To make one step of N batches, write photinus.Loop(..., accumulate=N), "
@@ -379,6 +385,10 @@ class StepLedger(StepWatcher):
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _first_with_gradient(optimizer: torch.optim.Optimizer) -> Any:
+    return next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -23,7 +23,8 @@ _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 def is_split(value: object) -> bool:
     """Return whether a tensor lies in parts on several ranks."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
+    # Most are of these classes, and loops ask this of each parameter in each step.
+    return type(value) not in _TENSORS and isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
 def own_part(tensor: Any) -> Any:

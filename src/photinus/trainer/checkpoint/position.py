@@ -79,7 +79,7 @@ class Position:
         """Adds a step's loss to the running row's mean."""
         self.loss_sum += step_loss.loss * step_loss.samples
         self.loss_samples += step_loss.samples
-        self.newest = {**self.newest, "loss": step_loss.loss}
+        self.newest["loss"] = step_loss.loss
 
     def end_row(self, clock_s: float, learning_rate: float, *, whole: bool = True) -> Row:
         """Closes the row and returns it; it is also the last of the history.

@@ -17,6 +17,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ _LINK = 3  # the peer of the slowest link, plus one; its seconds; those of the m
 _WIDTH = _PHASES + _MEMORY + _LINK
 MOST_STEPS = 16
 _PAUSE_S = 1.0
+_LOOK_S = 0.1  # between two looks at the memory, which cost more than a short step
 _WRITTEN_AT_FIRST = 2000  # windows; from then on they get longer, so that a run of days does not fill the disk
 _RANKS_WRITTEN_AT_ONCE = 32
 
@@ -131,16 +133,20 @@ class RankTimes:
         self._clock = clock
         self._under_way_s = _under_way_s()
         self._began_s = self._written_s = time.perf_counter()
+        self._looked_s, self._own_memory = -math.inf, (0, 0, 0, 0)
         self._forget()
 
     def _forget(self) -> None:
         self._steps = self._samples = 0
-        self._sums = torch.zeros(self._session.world_size, _WIDTH, dtype=torch.float64, device="cpu")
+        self._sums = [[0.0] * _WIDTH for _ in range(self._session.world_size)]
         self._slowest: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(self._session.world_size)]
 
     def local_row(self) -> list[float]:
         """This rank's times since the last exchange, its memory and its links: 13 numbers."""
-        return [*self._clock.take(), *map(float, memory_bytes(self._session.device)), *self._links()]
+        now_s = time.perf_counter()
+        if now_s - self._looked_s > _LOOK_S:
+            self._looked_s, self._own_memory = now_s, memory_bytes(self._session.device)
+        return [*self._clock.take(), *map(float, self._own_memory), *self._links()]
 
     def _links(self) -> tuple[float, float, float]:
         """Of this rank's links to other hosts since the last call; see _LINK."""
@@ -157,14 +163,14 @@ class RankTimes:
         Returns:
             The seconds that these steps took the slowest rank, equal on all ranks.
         """
-        ranks = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        self._sums += ranks
-        self._memory = ranks[:, _PHASES : _PHASES + _MEMORY]
-        for slowest, (peer, worst_s, _) in zip(self._slowest, ranks[:, -_LINK:].tolist(), strict=True):
+        # Lists: of a few ranks, a tensor's operations take longer than short steps allow.
+        self._sums = [[*map(add, sums, row)] for sums, row in zip(self._sums, rows, strict=True)]
+        self._memory = [[*map(int, row[_PHASES : _PHASES + _MEMORY])] for row in rows]
+        for slowest, (peer, worst_s, _) in zip(self._slowest, (row[-_LINK:] for row in rows), strict=True):
             slowest[int(peer) - 1] += worst_s
         self._steps += steps
         self._samples += samples
-        total_s = float(ranks[:, :_PHASES].sum(dim=1).max())
+        total_s = max(sum(row[:_PHASES]) for row in rows)
         if steps:
             longest_s = total_s / steps
             self.steps_to_next = max(1, min(MOST_STEPS, int(_PAUSE_S / longest_s))) if longest_s > 0 else MOST_STEPS
@@ -181,9 +187,9 @@ class RankTimes:
         if not self._steps or (now_s - self._written_s < pause_s and not at_once):
             return None
         self._written_s = now_s
-        means = self._sums.T / self._steps
+        means = [[each / self._steps for each in column] for column in zip(*self._sums, strict=True)]
         links = []
-        for slowest, usual_s in zip(self._slowest, means[-1].tolist(), strict=True):
+        for slowest, usual_s in zip(self._slowest, means[-1], strict=True):
             peer = max(slowest, key=lambda each: slowest[each])
             links.append((peer, slowest[peer] / self._steps, usual_s))
         window = Window(
@@ -193,8 +199,8 @@ class RankTimes:
             start=start,
             steps=self._steps,
             samples=self._samples,
-            phases=dict(zip(PHASES, means[:_PHASES].tolist(), strict=True)),
-            memory=dict(zip(MEMORY, self._memory.T.long().tolist(), strict=True)),
+            phases=dict(zip(PHASES, means[:_PHASES], strict=True)),
+            memory={name: [*column] for name, column in zip(MEMORY, zip(*self._memory, strict=True), strict=True)},
             links=links,
         )
         self._forget()
