@@ -108,6 +108,7 @@ def write_run(
         "backend": "photinus",
         "boot": "another boot",
         "pid": 1,
+        "pids": [4711 + rank for rank in range(ranks)],
     }
     tell("start", 0, start=1, attempt=0, resumed_from=None, **start)
     for epoch in range(1, epochs + 1):

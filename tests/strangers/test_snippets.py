@@ -65,7 +65,7 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "unwrap_model, save_state work": "needs the extra interop: tests/interop/test_our_ddp.py",
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
     "cat hosts": "shows a file",
-    'pgrep -n -f "train.py runs/killed"': "needs the job before it: tests/strangers/test_tutorial.py",
+    "photinus top --once runs/killed": "needs the job before it: tests/strangers/test_tutorial.py",
     "kill -9 31509": "needs the job before it: tests/strangers/test_tutorial.py",
     "pip install '.[interop]'": "downloads; `make test-all` does it",
     "python3 -m venv .venv && . .venv/bin/activate": "makes an environment: tests/strangers/test_readme.py",

@@ -110,9 +110,9 @@ dfffffffffffffffffffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbwwwwwwwwwwwwwwwwwoooo·�
 d data 2 %   f forward 34 %   b backward 34 %   w waiting 21 %   o optimizer 5 %
 · other 3 %
 
-rank  own time   waiting                    memory (peak)
-   0   3.60 ms   2.40 ms  ██████████▎       300 MiB (340 MiB)
-   1   5.60 ms      0 us  ████████████████  300 MiB (340 MiB)
+rank   pid  own time   waiting                    memory (peak)
+   0  4711   3.60 ms   2.40 ms  ██████████▎       300 MiB (340 MiB)
+   1  4712   5.60 ms      0 us  ████████████████  300 MiB (340 MiB)
 rank 1 holds the others up: 2.00 ms a step, in forward
 
 14:13:20  started: 2 ranks on a
@@ -178,6 +178,29 @@ def test_a_run_that_has_not_begun_and_one_without_times_are_shown(tmp_path: Path
     (folder / "losses.csv").unlink()
     (folder / "metrics.csv").unlink()
     assert any("no step done yet" in text for text in seen(folder, width=80))
+
+
+def test_pids_are_those_of_the_newest_start_by_host_and_only_while_the_run_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", hosts=["a", "b"], ended=False)
+    rows = [line.split() for line in seen(folder, width=80)]
+    assert [row[:3] for row in rows if row[:1] in (["rank"], ["0"], ["1"])] == [
+        ["rank", "host", "pid"],
+        ["0", "a", "4711"],
+        ["1", "b", "4712"],
+    ]
+    with open(folder / "events.jsonl", "a") as file:
+        facts = '"world_size": 2, "hosts": ["a", "b"], "pids": [51, "5\\u001b2"], "boot": "another boot"'
+        file.write(f'{{"time": {BEGAN_S + 80}, "event": "start", "step": 60, {facts}}}\n')
+    (folder / "ranks.jsonl").unlink()  # of the first steps there are no times yet
+    rows = [line.split() for line in seen(folder, width=80)]
+    assert [row for row in rows if row[:1] in (["rank"], ["0"], ["1"])] == [
+        ["rank", "host", "pid"],
+        ["0", "a", "51"],
+        ["1", "b", "5", "2"],
+    ]
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(f'{{"time": {BEGAN_S + 81}, "event": "end", "step": 60, "how": "left"}}\n')
+    assert not any("51" in line.split() for line in seen(folder, width=80))  # the number may be another process's
 
 
 def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 | event | what it says beside time and step |
 |---|---|
-| start | which start it is, world size, hosts, the launcher's attempt, the run's length, rank 0's process |
+| start | which start it is, world size, host and pid of each rank, attempt, the run's length, rank 0's process |
 | world_size | the world was "before" and is "now" |
 | epoch | an epoch ended; how many seconds validation took |
 | validation | the same, of a run that validates by steps, in place of "epoch" |

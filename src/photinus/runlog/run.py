@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import UsageError
 from ..words import closest
@@ -27,6 +27,7 @@ FORMAT = 2
 """Of config.json. Files of format 1 count batches as steps, and are shown so."""
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 
+_Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 _MOST = 2**53  # steps and epochs; what is larger was never counted
 _QUIET_S = 60.0  # a run of another host that writes nothing for this time is silent
 
@@ -148,10 +149,9 @@ class Run:
     def _read_config(self) -> dict[str, Any]:
         try:
             with open(self.folder / CONFIG, encoding="utf-8", opener=plain_file) as file:
-                found = json.load(file)
+                return _typed(json.load(file), dict)
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
 
     # -- what follows from it ------------------------------------------------------------------------------------------
 
@@ -168,23 +168,23 @@ class Run:
     @property
     def config_starts(self) -> list[dict[str, Any]]:
         """Every start of the run as config.json describes it, the newest last."""
-        found = self.config.get("starts")
-        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+        return [start for start in _typed(self.config.get("starts"), list) if isinstance(start, dict)]
 
     @property
     def option(self) -> dict[str, Any]:
         """The options of the run, from config.json."""
-        found = self.config.get("options")
-        return found if isinstance(found, dict) else {}
+        return _typed(self.config.get("options"), dict)
 
     @property
     def hosts(self) -> list[str]:
         """Each rank's host at the newest start; [] when it is not known."""
-        for source in [*(event.facts for event in reversed(self.starts)), *reversed(self.config_starts)]:
-            hosts = source.get("hosts")
-            if isinstance(hosts, list):
-                return [str(host) for host in hosts]
-        return []
+        sources = [*(event.facts for event in reversed(self.starts)), *reversed(self.config_starts)]
+        return [*map(str, next(filter(None, (_typed(source.get("hosts"), list) for source in sources)), []))]
+
+    @property
+    def pids(self) -> list[Any]:
+        """Each rank's process at the newest start; [] when it is not known."""
+        return _typed(self._of_start("pids"), list)
 
     @property
     def world_size(self) -> int:
@@ -285,6 +285,11 @@ def written_at_s(folder: Path) -> float:
         with contextlib.suppress(OSError):
             times.append(os.stat(folder / name).st_mtime)
     return max(times)
+
+
+def _typed(value: object, kind: type[_Kind]) -> _Kind:
+    """Return the value if it is of this kind, else an empty one: anybody may have edited a file."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _whole(value: object) -> int:

@@ -40,10 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     first, second = (run_folder("verify", name) for name in options.runs)
     if first.resolve() == second.resolve():
         raise UsageError(f"photinus verify: {first} is given twice.")
-    runs = []
-    for folder in (first, second):
-        runs.append(Run(folder))
-        runs[-1].refresh()
+    runs = [Run(first), Run(second)]
+    for run in runs:
+        run.refresh()
     code, lines = verdict(*runs)
     print(*lines, sep="\n")
     return code

@@ -60,12 +60,7 @@ Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
 
 @overload
 def evaluate(
-    model: nn.Module,
-    dataset: Data,
-    metric: Metric,
-    *,
-    batch_size: int | None = ...,
-    forward: Forward | None = ...,
+    model: nn.Module, dataset: Data, metric: Metric, *, batch_size: int | None = ..., forward: Forward | None = ...
 ) -> float: ...
 
 

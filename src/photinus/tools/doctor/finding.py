@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MARKS = {
-    "good": ("✓", "green"),
-    "note": ("!", "yellow"),
-    "bad": ("✗", "red"),
-    "absent": ("–", "bright_black"),
-}
+_MARKS = {"good": ("✓", "green"), "note": ("!", "yellow"), "bad": ("✗", "red"), "absent": ("–", "bright_black")}
 _WIDEST = 100
 _BELOW = " " * 21  # values begin behind it
 LATE = "no answer within {:g} s (on a busy machine, give more with --timeout)"

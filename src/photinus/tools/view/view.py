@@ -40,15 +40,17 @@ def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool
     width = min(width, _WIDEST)
     picture: list[RenderableType] = [*_head(run, width, now_s), Text()]
     picture += _curves(run, width)
-    windows = recent_windows(run, ended=run.state(now_s).word != "running")
-    ranks = shares(windows)
-    if ranks:
+    going = run.state(now_s).word == "running"
+    windows = recent_windows(run, ended=not going)
+    pids = [printable(pid) for pid in run.pids] if going else []  # later they may be other processes
+    if ranks := shares(windows):
         picture += [Text(), *_breakdown(ranks, windows, width, colour)]
+    ranks = ranks or [RankShare(rank, (0.0,) * len(PHASES), 1.0) for rank in range(len(pids))]
     lines_left = None if height is None else max(2, height - len(picture) - 1)
     events = _events(run, 6 if lines_left is None else max(2, min(6, lines_left // 3)))
     if ranks:
         room = len(ranks) if lines_left is None else max(1, lines_left - len(events) - 4)
-        picture += [Text(), *_ranks(run, ranks, windows, width, room)]
+        picture += [Text(), *_ranks(run, ranks, windows, pids, width, room)]
     if events:
         picture += [Text(), *events]
     return Group(*picture)
@@ -231,26 +233,30 @@ def _breakdown(ranks: Sequence[RankShare], windows: Sequence[Window], width: int
 
 
 def _ranks(
-    run: Run, ranks: Sequence[RankShare], windows: Sequence[Window], width: int, room: int
+    run: Run, ranks: Sequence[RankShare], windows: Sequence[Window], pids: Sequence[str], width: int, room: int
 ) -> list[RenderableType]:
-    slow, window = stragglers(windows), windows[-1]
+    slow = stragglers(windows)
     late = {each.rank for each in slow}
     # Without room for all, the slowest ranks are shown.
     by_need = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))
     visible = ranks if len(ranks) <= room else sorted(by_need[: max(1, room - 1)], key=lambda rank: rank.rank)
     hosts = [printable(host) for host in run.hosts]
-    with_peak, waiting = width >= 60, PHASES.index("waiting")
-    most_s, with_gpu = max(rank.own_s for rank in ranks) or 1.0, width >= 80 and any(window.memory["cuda"])
+    timed, waiting = bool(windows), PHASES.index("waiting")  # the first steps have no times yet
+    peak, with_pid = " (peak)" if width >= 60 else "", bool(pids) and (width >= 44 or not timed)
+    spare = width - (52 if with_pid else 43)  # beside rank, pid, times and memory
+    spare -= 18 * (with_host := len(set(hosts)) > 1 and spare >= 18)
+    spare -= 19 * (with_gpu := timed and spare >= 19 and any(windows[-1].memory["cuda"]))
+    most_s, with_bar = max(rank.own_s for rank in ranks) or 1.0, timed and spare >= 18
     right, colour = {"justify": "right"}, dict.fromkeys(late, "yellow")
     columns: list[tuple[bool, str, dict[str, Any], Callable[[RankShare], RenderableType]]] = [
         (True, "rank", right, lambda r: str(r.rank)),
-        (with_peak and len(set(hosts)) > 1, "host", {"max_width": 16}, lambda r: "".join(hosts[r.rank : r.rank + 1])),
-        (True, "own time", right, lambda r: step_time(r.own_s)),
-        (True, " waiting", right, lambda r: step_time(r.phases[waiting])),
-        (width >= 70, "", {"width": 16}, lambda r: Text(_bar(r.own_s / most_s, 16), colour.get(r.rank, "cyan"))),
-        (with_peak, "memory (peak)", {}, lambda r: _memory(window, r.rank, "resident", "peak")),
-        (not with_peak, "memory", {}, lambda r: _memory(window, r.rank, "resident")),
-        (with_gpu, "GPU (peak)", {}, lambda r: _memory(window, r.rank, "cuda", "cuda_peak")),
+        (with_host, "host", {"max_width": 16}, lambda r: "".join(hosts[r.rank : r.rank + 1])),
+        (with_pid, "pid", right, lambda r: "".join(pids[r.rank : r.rank + 1])),
+        (timed, "own time", right, lambda r: step_time(r.own_s)),
+        (timed, " waiting", right, lambda r: step_time(r.phases[waiting])),
+        (with_bar, "", {"width": 16}, lambda r: Text(_bar(r.own_s / most_s, 16), colour.get(r.rank, "cyan"))),
+        (timed, f"memory{peak}", {}, lambda r: _memory(windows[-1], r.rank, "resident", peak and "peak")),
+        (with_gpu, "GPU (peak)", {}, lambda r: _memory(windows[-1], r.rank, "cuda", "cuda_peak")),
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for is_shown, head, options, _ in columns:
@@ -262,7 +268,7 @@ def _ranks(
     lines: list[RenderableType] = [table]
     if len(visible) < len(ranks):
         more = plural(len(ranks) - len(visible), "rank")
-        lines.append(_line((f"     and {more} more, none of them slower", "dim")))
+        lines.append(_line((f"     and {more} more" + ", none of them slower" * timed, "dim")))
     alarms = [link.text(hosts, step_time(link.excess_s)) for link in slow_links(windows, hosts)]
     if slow:
         also = f" (and {plural(len(slow) - 1, 'rank')} more)" if len(slow) > 1 else ""

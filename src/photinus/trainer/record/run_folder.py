@@ -169,7 +169,7 @@ class RunFolder:
             append_event(path, "world_size", step, before=before, now=now)
         place = {name: start[name] for name in ("launcher", "attempt", "hosts", "backend", "device")}
         facts = {"start": position.start, "resumed_from": source, **length, **place, **this_process()}
-        append_event(path, "start", step, world_size=now, **facts)
+        append_event(path, "start", step, world_size=now, pids=list(self._session.pids), **facts)
         self._loggers = Loggers(self._reporting.loggers, partial(self._warn, position))
         self._writers.append(self._loggers)
         config = {**plain(self._user, str), **plain(self._options, str), "resumed_step": step, "world_size": now}

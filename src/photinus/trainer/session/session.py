@@ -53,7 +53,7 @@ class Session:
         local_world_size: number of the job's processes on this host.
         device: device on which this process computes.
         backend: name of the torch.distributed backend in use.
-        hosts: host name of each rank, by rank.
+        hosts, pids: host name and process of each rank, by rank.
         launcher: name of the launcher; "none" for a plain `python script.py`.
         seed: seed of the random generators, or None.
         suspends: whether loops with `out` save and exit on SIGTERM and SIGUSR1.
@@ -68,6 +68,7 @@ class Session:
     device: torch.device
     backend: str
     hosts: tuple[str, ...]
+    pids: tuple[int, ...]
     launcher: str
     seed: int | None
     suspends: bool
@@ -224,10 +225,10 @@ def init(
             store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=env.TIMEOUT_S.get())
             gpus = gather_gpus(store, place.rank, place.world_size, chosen_device, timeout)
             _check_gpus(gpus, chosen_backend)
-        hosts = tuple(member["host"] for member in members)
+        hosts, pids = (tuple(member[what] for member in members) for what in ("host", "pid"))
         session = Session(
             place.rank, place.world_size, place.local_rank, place.local_world_size, chosen_device, chosen_backend,
-            hosts, place.launcher, seed, suspends=suspend, logical_shards=shards, _owned=owned,
+            hosts, pids, place.launcher, seed, suspends=suspend, logical_shards=shards, _owned=owned,
         )  # fmt: skip
     except BaseException:
         if owned:
