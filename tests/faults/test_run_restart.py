@@ -6,12 +6,15 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from photinus.runlog.events import read_events
 from tests.dist.test_run import DEADLINE_S, ONE_STEP, RunningJob, run_job, script
 from tests.faults.test_run_end import descendants
 
@@ -370,3 +373,43 @@ def test_after_ctrl_c_the_launcher_tells_the_last_checkpoint_and_how_to_go_on(tm
     lines = job.end().err.splitlines()
     assert lines[-2] == "photinus: the last checkpoint is of step 8; the same command resumes from there"
     assert lines[-1].startswith("photinus: ended by SIGINT: ")
+
+
+ALONE = """
+import contextlib, os, signal, sys, torch, photinus
+how, out = sys.argv[1], sys.argv[2] or None
+model, data = torch.nn.Linear(1, 1), [(torch.ones(1), torch.ones(1))] * 4
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if how == "Trainer":
+    stop = lambda loop: loop.step == 12 and os.kill(os.getpid(), signal.SIGINT)
+    photinus.Trainer(model, optimizer, torch.nn.MSELoss(), epochs=9, batch_size=1, out=out, callbacks=[stop]).fit(data)
+with photinus.init() if how == "with" else contextlib.nullcontext():
+    if how == "init":
+        photinus.init()
+    model, optimizer = photinus.wrap(model, optimizer)
+    resume = "never" if how == "never" else "auto"
+    for x, y in (loop := photinus.Loop(model, optimizer, data, batch_size=1, epochs=9, out=out, resume=resume)):
+        loop.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if loop.step == (2 if how == "early" else 10):
+            os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "init", "no init", "Trainer", "never", "early", "without out"])
+def test_after_ctrl_c_a_script_without_a_launcher_tells_the_last_checkpoint_and_how_to_go_on(tmp_path, how):
+    out = "" if how == "without out" else str(tmp_path / "run")
+    command = [sys.executable, script(tmp_path, ALONE), how, out]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr.splitlines()[-1]
+    told = [line for line in ended.stdout.splitlines() if "checkpoint" in line]
+    if how in ("never", "early", "without out"):  # nothing is kept, or the command would start over
+        assert told == []
+        return
+    assert told == ["photinus: the last checkpoint is of step 8; the same command resumes from there"]
+    (end,) = (event for event in read_events(tmp_path / "run") if event.kind == "end")
+    assert (end.facts["how"], end.facts["text"]) == ("left", "Ctrl-C")
+    again = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert "step-00000008: " in next(line for line in again.stdout.splitlines() if line.startswith("resumed from "))

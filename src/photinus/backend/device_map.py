@@ -166,11 +166,7 @@ class ByDevice(ProcessGroup):
     """
 
     def __init__(
-        self,
-        ours: ProcessGroup,
-        others: dist.ProcessGroup,
-        missing: Mapping[str, str],
-        device: torch.device | None,
+        self, ours: ProcessGroup, others: dist.ProcessGroup, missing: Mapping[str, str], device: torch.device | None
     ) -> None:
         super().__init__(ours._gloo, ours._store, ours._limit, ours._label, ours._device_types, ours._parts)
         self._ours = ours

@@ -259,13 +259,7 @@ class EngineWork(_Work):
         finish: copies results to the outputs; runs once, on the thread that first sees the operation's end.
     """
 
-    def __init__(
-        self,
-        handle: Work,
-        outputs: Sequence[Tensor],
-        submit: Submit,
-        finish: Memory | None = None,
-    ) -> None:
+    def __init__(self, handle: Work, outputs: Sequence[Tensor], submit: Submit, finish: Memory | None = None) -> None:
         super().__init__()
         self._handle = handle
         self._outputs = outputs

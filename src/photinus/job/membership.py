@@ -281,8 +281,7 @@ class Membership:
             self._enough_since_s = None
             if is_over:
                 return self._end(
-                    f"only {count} of {self._wanted()} ready within {limit_s:g} s; here: {self._names()}",
-                    _FAILED,
+                    f"only {count} of {self._wanted()} ready within {limit_s:g} s; here: {self._names()}", _FAILED
                 )
             # The last call starts over when there are enough again.
             return self._say_waiting(now_s, self._wanted())

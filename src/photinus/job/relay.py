@@ -65,10 +65,7 @@ async def splice(
     first: tuple[asyncio.StreamReader, asyncio.StreamWriter], second: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 ) -> None:
     """Carries bytes both ways until either side closes; closes both."""
-    ways = [
-        asyncio.ensure_future(_pump(first[0], second[1])),
-        asyncio.ensure_future(_pump(second[0], first[1])),
-    ]
+    ways = [asyncio.ensure_future(_pump(first[0], second[1])), asyncio.ensure_future(_pump(second[0], first[1]))]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from .. import env
 from .worker_files import WorkerFiles
 
+LAST_CHECKPOINT = "the last checkpoint is of step {}"
+RESUMES = "the same command resumes from there"
 HEARD = "rcs"
 ONLY_ASKED_BY_SIGTERM = "rs"
 _WIDTH = 20

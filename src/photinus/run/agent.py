@@ -17,6 +17,7 @@ from ..job.attempt import AttemptMembers, JobEndedError, Order, Peers
 from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
 from ..job.restart_policy import Report, RestartPolicy, Verdict
+from ..job.status import LAST_CHECKPOINT
 from .local.guard import Guard
 from .local.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .local.job import Job
@@ -163,7 +164,7 @@ class Agent:
             # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
             self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
             if self.suspension is None and self._processes and (step := self._processes.saved_step()) >= 0:
-                self.suspension = f"the last checkpoint is of step {step}"
+                self.suspension = LAST_CHECKPOINT.format(step)
             raise
         finally:
             self.ended_workers = self._processes is not None
@@ -249,10 +250,7 @@ class Agent:
             own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
             if own:
                 text = failure_text(
-                    own,
-                    finished=processes.finished_ranks(),
-                    attempt=attempt,
-                    next_step="starting all workers again",
+                    own, finished=processes.finished_ranks(), attempt=attempt, next_step="starting all workers again"
                 )
                 self._output.say(text, alarm=True)
         elif order == "save" and processes.can_suspend():

@@ -15,6 +15,7 @@ from ..errors import LaunchError
 from ..job.attempt import JobEndedError, Peers
 from ..job.restart_policy import Verdict
 from ..job.spec import JobSpec
+from ..job.status import RESUMES
 from ..job.worker_files import make_image_files
 from .agent import Agent, OneHost
 from .local.devices import count_gpus
@@ -80,7 +81,7 @@ def supervise(job: Job, *, listener: socket.socket | None = None) -> int:
             verdict = agent.run()
         except Interrupted:
             if agent.suspension is not None:
-                output.say(f"photinus: {agent.suspension}; the same command resumes from there\n")
+                output.say(f"photinus: {agent.suspension}; {RESUMES}\n")
             return _report_interrupt(spec, interrupts, output, job.local_world_size * agent.ended_workers)
         except JobEndedError:
             # Of a signal to all hosts, the end of another host may be noticed first: the signal is the news.

@@ -744,7 +744,8 @@ class Loop:
         words = f"step {self._position.step}, saved in {self.checkpoint}"
         self._progress.close()
         if self._session.is_main and env.WORKER_FILES.get() is None:  # else the launcher says it
-            say(f"suspended at {words}; to continue, start the same command again")
+            say(f"suspended at {words}; {status.RESUMES}")
+        self._folder.record_end(preemption.Suspended(words))  # its script may have no `with photinus.init()`
         preemption.suspend(words)
 
     def _finish(self) -> None:

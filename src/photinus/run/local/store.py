@@ -154,12 +154,7 @@ def serve() -> None:
             with socket.socket(fileno=os.dup(fds[0])) as listener:
                 port = listener.getsockname()[1]
             store = TCPStore(
-                LOOPBACK,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=_STORE_TIMEOUT,
-                master_listen_fd=fds[0],
+                LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=fds[0]
             )
         elif store is not None:
             tell_ended(store, map(int, ranks))

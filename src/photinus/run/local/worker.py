@@ -191,6 +191,7 @@ def _fail(error: BaseException) -> NoReturn:
     import traceback
 
     raised_at_s, by = time.monotonic(), raised_by(error)  # before frames are left out
+    sys.last_value = error  # as Python sets it: what runs at the exit looks there
     error.__traceback__ = _without_own_frames(error)
     if "photinus.tracebacks" in sys.modules:  # the script uses Photinus
         sys.modules["photinus.tracebacks"].shorten(error)
@@ -274,7 +275,8 @@ def run(kind: str, target: str, arguments: list[str]) -> None:
     except SystemExit as leaving:
         _leave(leaving)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        sys.last_value = interrupt
         raise SystemExit(128 + signal.SIGINT) from None
     except BaseException as error:  # noqa: BLE001 - recorded, and turned into the exit code that Python gives it
         _fail(error)

@@ -128,7 +128,7 @@ class RunFolder:
             if not is_done:
                 status.update(out=self.run)
                 self._position = position
-                self._session.at_end(self._record_end)
+                self._session.at_end(self.record_end)
         if self._session.is_main:
             for note in filter(None, (self._moved, point.note, unseen)):
                 say(note)
@@ -241,8 +241,11 @@ class RunFolder:
         self._let_go()
         status.update(out="")
 
-    def _record_end(self, error: BaseException | None) -> None:
-        """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
+    def record_end(self, error: BaseException | None) -> None:
+        """Record that the run ends before it is done: by this error, or because its script ends.
+
+        A disk that takes no more is no reason to hide the error. A second call does nothing.
+        """
         how, text = "error", ""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             how, error = "left", None
@@ -250,9 +253,18 @@ class RunFolder:
             how, text, error = "suspended", str(error), None
         elif isinstance(error, KeyboardInterrupt):
             how, text, error = "left", "Ctrl-C", None
+            self._say_where_it_resumes()
         with contextlib.suppress(OSError, PhotinusError):
             self._end(how, text, error)
         self._loggers.end(how)
+
+    def _say_where_it_resumes(self) -> None:
+        resumes = self._position is not None and self._session.is_main and self._options["resume"] == "auto"
+        if not resumes or env.WORKER_FILES.get() is not None:  # the launcher says it
+            return
+        steps = [e.step for e in read_events(self._folder) if e.kind == "checkpoint" or e.facts.get("resumed_from")]
+        if steps:
+            say(f"photinus: {status.LAST_CHECKPOINT.format(steps[-1])}; {status.RESUMES}")
 
     def _end(self, how: str, text: str = "", error: BaseException | None = None) -> None:
         """Record once how the run ended: "finished", "stopped", "suspended", "left" by its script, or by an error.

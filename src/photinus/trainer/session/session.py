@@ -125,6 +125,7 @@ class Session:
             return
         self._open = False
         self._tell_end(None)
+        atexit.unregister(self._tell_end_at_exit)
         if _current is self:
             _current = self._outer
             rng.session_seed = (_current and _current.seed) or 0
@@ -135,8 +136,12 @@ class Session:
 
     def close_at_exit(self) -> None:
         """Close the session when the interpreter exits, perhaps because of an error that nobody caught."""
-        self._tell_end(getattr(sys, "last_value", None))
+        self._tell_end_at_exit()
         self.close()
+
+    def _tell_end_at_exit(self) -> None:
+        if os.getpid() == self.pids[self.rank]:  # not a child that the script forked
+            self._tell_end(getattr(sys, "last_value", None))
 
     def _tell_end(self, error: BaseException | None) -> None:
         tells, self._at_end = self._at_end, []
@@ -238,6 +243,7 @@ def init(
     if shards:
         session.at_end(_compute_exactly())
     session._outer, _current = _current, session
+    atexit.register(session._tell_end_at_exit)
     if session.is_main:
         ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
         count = len(set(session.hosts))
