@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from photinus.parallel import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, wrap_model
+from photinus.parallel.ddp.sync_batch_norm import Part
 from tests.dist.ddp_checks import assert_equal_on_all_ranks, expect, run_each_check
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -38,9 +39,13 @@ def compare(
     shape: tuple[int, ...] = (4, 3, 3),
     dtype: torch.dtype = torch.float64,
     steps: int = 2,
+    repeats: bool = False,
     **options: Any,
 ) -> None:
-    """Trains a layer for some steps on parts of `counts` samples each and compares everything with the whole."""
+    """Trains a layer for some steps on parts of `counts` samples each and compares everything with the whole.
+
+    `repeats`: a rank without samples computes the whole batch, with a weight of 0, as the loaders have it.
+    """
     torch.manual_seed(11)
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(shape)]
     whole = kind(shape[0], dtype=torch.float32 if dtype.itemsize == 2 else dtype, **options)
@@ -49,16 +54,19 @@ def compare(
         nn.init.normal_(whole.bias)
     layer = convert_sync_batchnorm(copy.deepcopy(whole), group)
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    mine = part_of(counts, group.rank())
+    repeats = repeats and not counts[group.rank()]
+    mine, weight = (slice(None), 0.0) if repeats else (part_of(counts, group.rank()), 1.0)
+    Part.is_counted = not repeats
     for _ in range(steps):
         x = (torch.randn(sum(counts), *shape, dtype=torch.float64) * 2 + 5).to(dtype)
         dy = torch.randn(x.shape, dtype=torch.float64).to(dtype)
         x_whole, x_mine = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
         y_whole, y_mine = whole(x_whole), layer(x_mine)
         y_whole.backward(dy)
-        y_mine.backward(dy[mine])
+        y_mine.backward(dy[mine] * weight)
         torch.testing.assert_close(y_mine, y_whole[mine], **tolerance)
-        torch.testing.assert_close(x_mine.grad, x_whole.grad[mine], **tolerance)
+        torch.testing.assert_close(x_mine.grad, x_whole.grad[mine] * weight, **tolerance)
+    Part.is_counted = True
     for (name, p), q in zip(layer.named_parameters(), whole.parameters(), strict=True):
         total = p.grad.clone()
         dist.all_reduce(total, group=group)
@@ -93,6 +101,11 @@ def check_ranks_may_have_different_numbers_of_samples(group: dist.ProcessGroup) 
 def check_a_rank_without_samples_takes_part(group: dist.ProcessGroup) -> None:
     compare(group, counts=[3, 0, 4, 2][: group.size()])
     compare(group, counts=[0, 3, 4, 0][: group.size()])
+
+
+def check_samples_that_a_rank_repeats_do_not_count(group: dist.ProcessGroup) -> None:
+    compare(group, counts=[2, 0, 1, 0][: group.size()], shape=(4,), repeats=True)
+    compare(group, counts=[0, 1, 0, 0][: group.size()], repeats=True)
 
 
 def check_settings_of_the_layer(group: dist.ProcessGroup) -> None:

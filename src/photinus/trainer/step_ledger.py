@@ -22,6 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..errors import PhotinusError
 from ..optimizer_steps import StepWatcher, unwatch_steps, watch_steps
+from ..parallel.ddp.sync_batch_norm import Part
 from ..parallel.zero.split_states import is_split, own_part
 from .averages import Average
 from .data.loader import Batch, running_weight
@@ -139,7 +140,7 @@ class StepLedger(StepWatcher):
         """
         self._losses.begin_batch(step, epoch, batch, batches)
         self._means.body_began(batches=batches, is_first=is_first, is_last=may_step)
-        self._batch, self._batches = batch, batches
+        self._batch, self._batches, Part.is_counted = batch, batches, batch.samples > 0
         self._body += 1
         if is_first:
             self._first_body, self._cleared = self._body, set()
@@ -152,7 +153,7 @@ class StepLedger(StepWatcher):
         Raises:
             PhotinusError: the losses of the body are parts of a mean that is not whole.
         """
-        self._batch = None
+        self._batch, Part.is_counted = None, True
         if self._made > max(self._used):  # by hand, perhaps, which nothing saw
             self._note_gradients()
         for gradients in self._gradients.values():

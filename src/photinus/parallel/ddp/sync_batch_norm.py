@@ -12,11 +12,13 @@ Backward. With x̂ = (x - mean) / √(var + eps), the derivative by x needs Σdy
 one exchange adds up. Derivatives by weight and bias stay sums over the rank's own part: DistributedDataParallel
 averages them with all others.
 
-The ranks may have different numbers of samples, none included; each sample counts once.
+The ranks may have different numbers of samples, none included; each sample counts once. What a rank computes to take
+part, when a batch has fewer samples than ranks, does not count (see `Part`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +29,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ...waiting_time import waiting_time
+
+
+class Part:
+    """This rank's part of the batch that it trains on. Who hands out batches sets it.
+
+    Attributes:
+        is_counted: False if the batch has no sample for this rank, which then repeats others, with a weight of 0.
+    """
+
+    is_counted = True
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -73,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or group is None:
             return super().forward(input)
         output, mean, variance, count = _SynchronisedBatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, group
+            input, self.weight, self.bias, self.eps, group, Part.is_counted
         )
         if count.device.type == "cpu" and count.item() <= 1:
             raise ValueError(
@@ -108,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
         factor = self._count_batch()
         assert self.running_mean is not None
         assert self.running_var is not None
-        unbiased = variance * (count / (count - 1))
+        unbiased = variance * (count / (count - 1).clamp(min=1.0))  # one value would make it NaN, on a GPU
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
@@ -180,10 +192,11 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         group: dist.ProcessGroup,
+        is_counted: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         if not _is_channels_last(x):
             x = x.contiguous()
-        count, mean, m2 = _local_statistics(x)
+        count, mean, m2 = _local_statistics(x if is_counted else x[:0])
         # [ranks, 1 + 2C]. By all_reduce, where x + 0 is exact: every backend has it everywhere.
         rows = torch.zeros((group.size(), 1 + 2 * mean.numel()), dtype=mean.dtype, device=mean.device)
         rows[group.rank()] = torch.cat([count.view(1), mean, m2])
@@ -192,7 +205,8 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
         total = counts.sum()
         mean = (counts * means).sum(0) / total
         variance = (m2s.sum(0) + (counts * (means - mean).square()).sum(0)) / total
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), total)
+        # Samples that do not count change no statistic: their share in the mean is 1/∞.
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), total if is_counted else total * math.inf)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, total)
         return _normalise(x, weight, bias, mean, variance, eps), mean, variance, total
@@ -214,7 +228,7 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
             d_x = torch.sub(_wide(x), _channels(mean, x)).mul_(_channels(slope, x))
             d_x.addcmul_(_wide(dy) - _channels(sums[0] / total, x), _channels(scale, x))
             d_x = d_x.to(x.dtype)
-        return d_x, d_weight, d_bias, None, None
+        return d_x, d_weight, d_bias, None, None, None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

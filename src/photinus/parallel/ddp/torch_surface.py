@@ -297,10 +297,7 @@ class TorchSurface(Joinable):
     # ---- uneven inputs
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """A context for loops that have other numbers of batches on each rank: the others' go on with zeros.
 
@@ -313,10 +310,7 @@ class TorchSurface(Joinable):
             throw_on_early_termination: raise RuntimeError on every rank as soon as one runs out of batches.
         """
         return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:

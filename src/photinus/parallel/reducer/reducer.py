@@ -122,10 +122,7 @@ class Reducer:
         self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
         self.rounds = 0
         self.usage = UsedParameters(
-            self.average,
-            len(self.slots),
-            may_change=options.find_unused_parameters,
-            static_graph=self.static_graph,
+            self.average, len(self.slots), may_change=options.find_unused_parameters, static_graph=self.static_graph
         )
         self._errors = RoundErrors(self.rank, len(self.slots), options, self.timeline)
 

@@ -82,12 +82,7 @@ class UsedParameters:
     """
 
     def __init__(
-        self,
-        average: GroupAverage,
-        count: int,
-        *,
-        may_change: bool,
-        static_graph: StaticGraph | None,
+        self, average: GroupAverage, count: int, *, may_change: bool, static_graph: StaticGraph | None
     ) -> None:
         self._average = average
         self._static_graph = static_graph

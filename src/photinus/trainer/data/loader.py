@@ -32,6 +32,7 @@ from torch.utils.data import default_collate as torch_collate
 from ... import env
 from ...errors import PhotinusError
 from ...job.world import World
+from ...parallel.ddp.sync_batch_norm import Part
 from ...parallel.exchange.agreement import JSON, check_alike, place_in_group, together
 from ...parallel.exchange.tensors import map_tensors, move_tensors
 from . import rng
@@ -469,12 +470,13 @@ class Loader:
                 self._position = (epoch, done) if batch.to_come else (epoch + 1, 0)
                 # Equal parts have the weight 1.0, which nobody needs to use.
                 self._weight, self._weight_used, _running = batch.weight, batch.weight == 1.0, self
+                Part.is_counted = batch.samples > 0
                 yield batch.data
                 self._warn_of_unused_weight()
             self._position = (epoch + 1, 0)
         finally:
             _in_pass.discard(self)
-            _running = None if _running is self else _running
+            _running, Part.is_counted = None if _running is self else _running, True
             of = "" if isinstance(self.shares, StreamShares) else f" of {len(self)}"
             note_place(f"{done}{of} batches of an epoch of its loader")
 
