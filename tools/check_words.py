@@ -1,4 +1,5 @@
-"""Counts foreign English in src/photinus, and fails when a room has more of it than LIMITS allows.
+"""Counts foreign English in src/photinus, and fails when a room has more of it than LIMITS allows. It also fails when a
+page has a line of code wider than CODE_WIDTH.
 
 It counts three kinds:
 
@@ -15,6 +16,7 @@ import argparse
 import ast
 import re
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +47,10 @@ FOREIGN = re.compile(
     r"|heard)\b",
     re.IGNORECASE,
 )
+# Where the site and GitHub show a block without scrolling. What a program printed is quoted as it is, however wide.
+CODE_WIDTH = 88
+PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "native/*.md", "benchmarks/*.md", "src/**/*.md")
+PROMPT = re.compile(r"\w*\$ ")
 PARTICIPLE = re.compile(
     "asked|chosen|done|given|gone|heard|held|kept|known|left|lost|made|meant|met|named|owed|put|said|seen|sent|shown|taken"
     "|told|used|wanted"
@@ -99,8 +105,23 @@ def _speaks(call: ast.Call) -> bool:
     return SPEAKER.fullmatch(name) is not None
 
 
+def wide_lines(page: str) -> Iterator[tuple[int, int]]:
+    """Lines of code in a page that are wider than CODE_WIDTH: (number, width)."""
+    language, is_continued = None, False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.startswith("```"):
+            language = line[3:] if language is None else None
+        elif language is not None:
+            is_typed = language != "console" or is_continued or PROMPT.match(line) is not None
+            is_code = language != "text" and is_typed
+            width = len(line) + sum(unicodedata.east_asian_width(each) in "WF" for each in line)
+            if is_code and width > CODE_WIDTH:
+                yield number, width
+            is_continued = is_code and line.endswith("\\")
+
+
 def main() -> int:
-    """Print each room that got worse or better. Return 1 when one got worse."""
+    """Print each room that got worse or better, and each wide line of a page. Return 1 when there is a fault."""
     parser = argparse.ArgumentParser(description="Count foreign English in src/photinus.")
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the repository. default: this one")
     parser.add_argument("--list", nargs="?", const="", metavar="ROOM", help="print each place of ROOM, or of all rooms")
@@ -122,6 +143,10 @@ def main() -> int:
                 print(f"{room}: {count[kind]} {kind}, at most {limit}: see tools/check_words.py --list {room}")
             elif count[kind] < limit:
                 print(f"{room}: {count[kind]} {kind}, {limit} before: lower LIMITS in tools/check_words.py")
+    for path in sorted(path for pattern in PAGES for path in options.root.glob(pattern)):
+        for number, width in wide_lines(path.read_text()):
+            worse += 1
+            print(f"{path.relative_to(options.root)}:{number}: a line of code is {width} wide, at most {CODE_WIDTH}")
     print(f"words: {worse} faults" if worse else "words: no room got worse")
     return 1 if worse else 0
 

@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 points = torch.rand(5000, 2) * 2 - 1
 inside = (points.norm(dim=1) < 0.7).long()
-train_set, valid_set = TensorDataset(points[:4000], inside[:4000]), TensorDataset(points[4000:], inside[4000:])
+train_set = TensorDataset(points[:4000], inside[:4000])
+valid_set = TensorDataset(points[4000:], inside[4000:])
 
 model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -15,17 +15,20 @@ import photinus
 photinus.init(seed=0)
 points = torch.rand(5000, 2) * 2 - 1
 inside = (points.norm(dim=1) < 0.7).long()
-train_set, valid_set = TensorDataset(points[:4000], inside[:4000]), TensorDataset(points[4000:], inside[4000:])
+train_set = TensorDataset(points[:4000], inside[:4000])
+valid_set = TensorDataset(points[4000:], inside[4000:])
 
 model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 model, optimizer = photinus.wrap(model, optimizer)
-loop = photinus.Loop(model, optimizer, train_set, batch_size=64, epochs=15, out=sys.argv[1])
+out = sys.argv[1]
+loop = photinus.Loop(model, optimizer, train_set, batch_size=64, epochs=15, out=out)
 for inputs, targets in loop:
     loss = nn.functional.cross_entropy(model(inputs), targets)
     loop.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     if loop.epoch_ended:
-        loop.log(accuracy=photinus.evaluate(model, valid_set, lambda scores, targets: scores.argmax(1) == targets))
+        accuracy = photinus.evaluate(model, valid_set, lambda y, t: y.argmax(1) == t)
+        loop.log(accuracy=accuracy)

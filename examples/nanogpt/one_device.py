@@ -83,10 +83,12 @@ checkpoint.parent.mkdir(parents=True, exist_ok=True)
 for step in range(args.steps + 1):
     if step % eval_interval == 0 or step == args.steps:
         losses = estimate_loss()
-        print(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        shown = ", ".join(f"{split} loss {loss:.4f}" for split, loss in losses.items())
+        print(f"step {step}: {shown}")
         if losses["val"] < best:
             best = losses["val"]
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, checkpoint)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "step": step}, checkpoint)
     if step == args.steps:
         break
     for group in optimizer.param_groups:

@@ -86,8 +86,9 @@ checkpoint.parent.mkdir(parents=True, exist_ok=True)
 for step in range(args.steps + 1):
     if step % eval_interval == 0 or step == args.steps:
         losses = estimate_loss()
+        shown = ", ".join(f"{split} loss {loss:.4f}" for split, loss in losses.items())
         if world.is_main:
-            print(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+            print(f"step {step}: {shown}")
         if losses["val"] < best:
             best = losses["val"]
             photinus.save(checkpoint, model=model, optimizer=optimizer, step=step)

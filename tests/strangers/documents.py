@@ -19,6 +19,11 @@ _PROMPT = re.compile(r"(?:\w*\$ )(.*)")
 _PROGRAMS = ("python", "photinus", "torchrun", "pip", "pytest", "make")
 
 
+def unwrapped(text: str) -> str:
+    """The text with each command on one line: a backslash at the end of a line continues it."""
+    return re.sub(r" *\\\n +", " ", text)
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block: `name` is its page and first line, and its number among those that begin alike."""
@@ -47,7 +52,7 @@ def outputs(page: str) -> dict[str, list[str]]:
     found = {block.name: block.text.splitlines() for block in blocks(page) if block.language == "text"}
     for block in blocks(page):
         command = block.name  # lines above the first command, if there are any
-        for line in block.text.splitlines() if block.language == "console" else ():
+        for line in unwrapped(block.text).splitlines() if block.language == "console" else ():
             prompt = _PROMPT.fullmatch(line)
             if prompt:
                 command = f"{page}: {_without_comment(prompt.group(1))}"
@@ -64,7 +69,7 @@ def commands(page: str) -> list[str]:
     """The commands of a page, in order, without what is said about them."""
     found = []
     for block in blocks(page):
-        for line in block.text.splitlines():
+        for line in unwrapped(block.text).splitlines():
             prompt = _PROMPT.fullmatch(line)
             if block.language == "console" and prompt:
                 found.append(_without_comment(prompt.group(1)))

@@ -12,7 +12,7 @@ import pytest
 
 from photinus import env
 from photinus.cli.main import main
-from tests.strangers.documents import Block, blocks
+from tests.strangers.documents import Block, blocks, unwrapped
 
 PAGE = "README.zh-CN.md"
 GIVEN = """
@@ -30,7 +30,7 @@ DIFFS = [block for block in blocks(PAGE) if block.language == "diff"]
 
 def side(block: Block, sign: str) -> str:
     """One side of a diff."""
-    return "\n".join(line[1:] for line in block.text.splitlines() if line[0] in (sign, " "))
+    return unwrapped("\n".join(line[1:] for line in block.text.splitlines() if line[0] in (sign, " ")))
 
 
 def scripts() -> list[Block]:

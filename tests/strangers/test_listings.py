@@ -21,7 +21,7 @@ from tests.dist.test_run_hosts import launch, squatter
 from tests.fork_server import REPOSITORY
 from tests.strangers import test_chinese_readme as chinese
 from tests.strangers import test_snippets as snippets
-from tests.strangers.documents import PAGES, Block, blocks, commands, outputs
+from tests.strangers.documents import PAGES, Block, blocks, commands, outputs, unwrapped
 from tests.strangers.test_tutorial import alike
 
 LISTED = [
@@ -81,9 +81,10 @@ def became_of(block: Block) -> list[str]:
     if block.language not in ("console", ""):
         return ["?"]
     typed, shown = commands(block.page), outputs(block.page)
-    told = [snippets.reason(each) or _run(each, block.page) for each in typed if each in block.text]
-    told += [_compared(name) for name, lines in shown.items() if "\n".join(lines) in block.text]
-    if block.language == "" and len(block.text.splitlines()) != len(told):
+    text = unwrapped(block.text)
+    told = [snippets.reason(each) or _run(each, block.page) for each in typed if each in text]
+    told += [_compared(name) for name, lines in shown.items() if "\n".join(lines) in text]
+    if block.language == "" and len(text.splitlines()) != len(told):
         told.append("?")  # a line that is no command
     return told
 

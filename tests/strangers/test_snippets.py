@@ -42,8 +42,7 @@ GIVEN = {
         "batches = photinus.loader(range(20), batch_size=4)\n"
         "path, train = 'last.pt', lambda batch: None"
     ),
-    'docs/how-to/deepspeed.md: config = photinus.deepspeed_config("ds_config.json", auto={"lr": 3e-5, '
-    '"train_micro_batch_size_per_gpu": 8})': (
+    'docs/how-to/deepspeed.md: auto = {"lr": 3e-5, "train_micro_batch_size_per_gpu": 8}': (
         "import json; from pathlib import Path\n"
         "keys = {'train_micro_batch_size_per_gpu': 'auto', 'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto'}}}\n"
         "keys['scheduler'] = {'type': 'WarmupLR', 'params': {'warmup_num_steps': 3}}\n"
@@ -61,8 +60,9 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
         "needs the extra interop: tests/interop/test_scripts.py"
     ),
-    "examples/interop/README.md: # Accelerate: evaluation_mode prevents a second wrapper; accumulate, no_sync, "
-    "unwrap_model, save_state work": "needs the extra interop: tests/interop/test_our_ddp.py",
+    "examples/interop/README.md: # Accelerate. evaluation_mode prevents a second wrapper; accumulate, no_sync,": (
+        "needs the extra interop: tests/interop/test_our_ddp.py"
+    ),
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
     "cat hosts": "shows a file",
     "photinus top --once runs/killed": "needs the job before it: tests/strangers/test_tutorial.py",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from photinus.runlog.tables import read_rows
-from tests.strangers.documents import blocks
+from tests.strangers.documents import blocks, unwrapped
 
 FIRST, FAILURES, LARGER = (f"docs/tutorial/{name}.md" for name in ("first-run", "failures", "larger-models"))
 _VARIES = re.compile(r"[\d ]+ samples/s +[\d.]+ s|\(no CUDA device here\)")
@@ -23,7 +23,7 @@ def typed(page: str) -> list[tuple[str, list[str]]]:
     """Each command of a page, with the lines that the page shows below it."""
     found: list[tuple[str, list[str]]] = []
     for block in blocks(page):
-        for line in block.text.splitlines() if block.language == "console" else ():
+        for line in unwrapped(block.text).splitlines() if block.language == "console" else ():
             if line.startswith("$ "):
                 found.append((re.split(r"\s+#\s", line[2:])[0], []))
             else:

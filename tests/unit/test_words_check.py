@@ -93,3 +93,20 @@ def test_what_the_troubleshooting_page_quotes_stands_in_the_messages() -> None:
     own = r"\d+|\bSIG[A-Z]+|\bN\b|…|manifest\.json|libcuda\.so\.1|with a metric|No module named .*"
     pieces = [piece.strip() for quote in quotes for piece in re.split(own, quote)]
     assert [piece for piece in pieces if piece and piece not in text] == []
+
+
+def test_a_line_of_code_in_a_page_is_at_most_88_wide_and_output_is_quoted_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "src/photinus").mkdir(parents=True)
+    wide, double = "x" * 89, "界" * 45
+    page = ["text " + wide, "```text", wide, "```", "```console", "$ a \\", "  b", wide, "$ c # " + "x" * 82, "```"]
+    (tmp_path / "docs/page.md").write_text("\n".join([*page, "```python", "x" * 88, "```", ""]))
+    assert check(tmp_path)[0] == 0
+    page += ["```python", wide, double, "```", "```console", "$ a \\", wide, "$ c # " + "x" * 83, wide, "```", ""]
+    (tmp_path / "docs/page.md").write_text("\n".join(page))
+    code, output = check(tmp_path)
+    assert code == 1
+    assert [line.split(":")[:2] for line in output.splitlines()[:-1] if line.startswith("docs/")] == [
+        ["docs/page.md", str(number)] for number in (12, 13, 17, 18)
+    ]
+    assert "docs/page.md:13: a line of code is 90 wide, at most 88" in output
