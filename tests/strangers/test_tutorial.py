@@ -71,7 +71,7 @@ def test_each_command_of_the_first_page_prints_what_the_page_shows(folder: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_as_one_that_nobody_killed_and_says_what_the_page_shows(folder: Path) -> None:
-    """With 100 epochs, which is enough here: the page takes 300, so that a person has more time for the kill."""
+    """With 100 epochs, which is enough here: the page takes 1000, so that a person has more time for the kill."""
     (start, _), (find, rows), (kill, _), (again, shown) = typed(FAILURES)
     assert start == again
     script = folder / "train.py"

@@ -26,6 +26,7 @@ from rich.screen import Screen
 from photinus.cli.main import main
 from photinus.runlog.run import Run
 from photinus.tools.view.view import parts, sparkline, view
+from tests.fork_server import REPOSITORY
 from tests.made_run import BEGAN_S, write_run
 
 SLOW = {1: {"forward": 0.003, "waiting": 0.0}, 0: {"waiting": 0.0024}}
@@ -309,3 +310,12 @@ def test_it_follows_the_run_and_gives_the_terminal_back(
         assert top.end() == code
     finally:
         top.close()
+
+
+def test_the_picture_of_the_documentation_has_the_labels_of_the_program(tmp_path: Path) -> None:
+    """If it does not, draw it again with tools/draw_top.py."""
+    words = re.sub(r"<[^>]*>", " ", (REPOSITORY / "docs/images/top.svg").read_text()).replace("&#160;", " ").split()
+    shown = " ".join(" ".join(seen(write_run(tmp_path / "run", ended=False), width=92)).split())
+    for label in ("running 2 ranks on", "loss (step)", "a step of", "rank pid own time waiting memory (peak)"):
+        assert label in shown
+        assert label in " ".join(words)
