@@ -47,7 +47,7 @@ FOREIGN = re.compile(
     r"|heard)\b",
     re.IGNORECASE,
 )
-# Where the site and GitHub show a block without scrolling. What a program printed is quoted as it is, however wide.
+# Readers of the site have to scroll a wider line. A program's output is quoted as the program prints it, however wide.
 CODE_WIDTH = 88
 PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "native/*.md", "benchmarks/*.md", "src/**/*.md")
 PROMPT = re.compile(r"\w*\$ ")

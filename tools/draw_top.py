@@ -27,7 +27,7 @@ def main(folder: str, picture: str) -> None:
     run.refresh()
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(view(run, width=WIDTH, height=None, now_s=time.time(), colour=True))
-    # Rich's own format fetches a font from the network. The letters of the reader's are 0.6 as wide as high.
+    # Rich's own format fetches a font from the network. A letter of a reader's font is 0.6 times as wide as it is high.
     own_font = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace("Fira Code, ", "")
     console.save_svg(picture, title=f"photinus top {folder}", code_format=own_font, font_aspect_ratio=0.6)
 

@@ -32,7 +32,7 @@ from ...waiting_time import waiting_time
 
 
 class Part:
-    """This rank's part of the batch that it trains on. Who hands out batches sets it.
+    """This rank's part of the batch that it trains on. Loops and loaders set it for each batch.
 
     Attributes:
         is_counted: False if the batch has no sample for this rank, which then repeats others, with a weight of 0.

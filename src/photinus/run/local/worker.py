@@ -191,7 +191,7 @@ def _fail(error: BaseException) -> NoReturn:
     import traceback
 
     raised_at_s, by = time.monotonic(), raised_by(error)  # before frames are left out
-    sys.last_value = error  # as Python sets it: what runs at the exit looks there
+    sys.last_value = error  # Python sets it too, and code that runs at the exit reads it
     error.__traceback__ = _without_own_frames(error)
     if "photinus.tracebacks" in sys.modules:  # the script uses Photinus
         sys.modules["photinus.tracebacks"].shorten(error)

@@ -243,7 +243,7 @@ def _ranks(
     hosts = [printable(host) for host in run.hosts]
     timed, waiting = bool(windows), PHASES.index("waiting")  # the first steps have no times yet
     peak, with_pid = " (peak)" if width >= 60 else "", bool(pids) and (width >= 44 or not timed)
-    spare = width - (52 if with_pid else 43)  # beside rank, pid, times and memory
+    spare = width - (52 if with_pid else 43)  # rank, pid, times and memory take the rest
     spare -= 18 * (with_host := len(set(hosts)) > 1 and spare >= 18)
     spare -= 19 * (with_gpu := timed and spare >= 19 and any(windows[-1].memory["cuda"]))
     most_s, with_bar = max(rank.own_s for rank in ranks) or 1.0, timed and spare >= 18

@@ -140,7 +140,7 @@ class Session:
         self.close()
 
     def _tell_end_at_exit(self) -> None:
-        if os.getpid() == self.pids[self.rank]:  # not a child that the script forked
+        if os.getpid() == self.pids[self.rank]:  # a child that the script forked is no rank
             self._tell_end(getattr(sys, "last_value", None))
 
     def _tell_end(self, error: BaseException | None) -> None:
