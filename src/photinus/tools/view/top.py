@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Show a run while it trains: progress, loss and metrics, where the time of a step
-goes, each rank's times and memory, which rank slows the others down, and the
-latest events. It reads only the run's folder. Start and quit it at any time, on
-any host that can read the folder.
+goes, each rank's host, pid, times and memory, which rank slows the others down,
+and the latest events. It reads only the run's folder. Start and quit it at any
+time, on any host that can read the folder.
 
 RUN is the run's folder (out=... or --out of the script), or a folder with runs:
 then the newest is shown. default: the newest run below the current folder"""
