@@ -244,7 +244,7 @@ class RunFolder:
     def record_end(self, error: BaseException | None) -> None:
         """Record that the run ends before it is done: by this error, or because its script ends.
 
-        A disk that takes no more is no reason to hide the error. A second call does nothing.
+        A disk that takes no more, or a closed output, is no reason to hide the error. A second call does nothing.
         """
         how, text = "error", ""
         if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -253,15 +253,16 @@ class RunFolder:
             how, text, error = "suspended", str(error), None
         elif isinstance(error, KeyboardInterrupt):
             how, text, error = "left", "Ctrl-C", None
-            self._say_where_it_resumes()
-        with contextlib.suppress(OSError, PhotinusError):
+        is_running = self._position is not None
+        with contextlib.suppress(OSError, ValueError, PhotinusError):
             self._end(how, text, error)
+            if is_running and text == "Ctrl-C":
+                self._say_where_it_resumes()
         self._loggers.end(how)
 
     def _say_where_it_resumes(self) -> None:
-        resumes = self._position is not None and self._session.is_main and self._options["resume"] == "auto"
-        if not resumes or env.WORKER_FILES.get() is not None:  # the launcher says it
-            return
+        if not self._session.is_main or self._options["resume"] != "auto" or env.WORKER_FILES.get() is not None:
+            return  # a launcher says it
         steps = [e.step for e in read_events(self._folder) if e.kind == "checkpoint" or e.facts.get("resumed_from")]
         if steps:
             say(f"photinus: {status.LAST_CHECKPOINT.format(steps[-1])}; {status.RESUMES}")
