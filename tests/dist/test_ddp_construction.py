@@ -80,6 +80,35 @@ def check_large_models_are_broadcast_in_pieces(group: dist.ProcessGroup) -> None
         assert sum(part.nbytes for part in piece) <= 600 or staged_whole
 
 
+def check_only_models_that_differ_are_broadcast(group: dist.ProcessGroup) -> None:
+    from photinus.parallel.exchange import broadcast
+
+    def sent(tensors: list[torch.Tensor]) -> bool:
+        calls = list[int]()
+        start, broadcast.Staging.start = broadcast.Staging.start, lambda *args: calls.append(1) or start(*args)
+        try:
+            broadcast.broadcast_tensors(tensors, group, torch.device("cpu"))
+        finally:
+            broadcast.Staging.start = start
+        return bool(calls)
+
+    def equal() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [torch.randn(30, 5).t(), torch.randn(7).bfloat16(), torch.zeros(0), torch.arange(512).conj()]
+
+    assert not sent(equal())
+    for change in (
+        lambda tensors: tensors[0].view(torch.int32)[3, 4].bitwise_xor_(1),
+        lambda tensors: tensors[1][6].neg_(),
+        lambda tensors: tensors[3].copy_(torch.randperm(512)),  # the sum of all words stays the same
+    ):
+        tensors = equal()
+        if group.rank() == group.size() - 1:
+            change(tensors)
+        assert sent(tensors)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, equal(), strict=True))
+
+
 def check_states_of_all_ranks_come_to_rank_0_as_they_are(group: dist.ProcessGroup) -> None:
     from photinus.parallel.zero.split_states import gather_states
 

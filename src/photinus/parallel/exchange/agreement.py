@@ -90,18 +90,14 @@ def check_alike(options: Mapping[str, JSON], what: str, group: dist.ProcessGroup
     if len(set(_all_gather(hashlib.sha256(text).digest(), group))) == 1:
         return
     everyone = [json.loads(data) for data in _all_gather(json.dumps(options).encode(), group)]
-    ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
+    first, ranks = everyone[0], range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
     for rank, theirs in zip(ranks, everyone, strict=True):
-        differing = [name for name in {**everyone[0], **theirs} if theirs.get(name) != everyone[0].get(name)]
+        differing = [name for name in {**first, **theirs} if theirs.get(name) != first.get(name)]
         if differing:
-            texts = [f"{n}={_show(everyone[0], n)} on rank {ranks[0]}, {_show(theirs, n)}" for n in differing]
+            texts = [f"{n}={first.get(n, 'absent')} on rank {ranks[0]}, {theirs.get(n, 'absent')}" for n in differing]
             more = f"; and {len(texts) - _MOST_DIFFERENCES} more" if len(texts) > _MOST_DIFFERENCES else ""
             details = "; ".join(f"{each} on rank {rank}" for each in texts[:_MOST_DIFFERENCES])
             raise ValueError(f"{what}: {details}{more}. All need the same.")
-
-
-def _show(options: Mapping[str, JSON], name: str) -> str:
-    return str(options[name]) if name in options else "absent"
 
 
 @contextlib.contextmanager

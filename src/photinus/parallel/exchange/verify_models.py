@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -114,12 +115,21 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Bytes in the order in which they lie: strides are equal on all ranks, which is compared when a model is wrapped.
     """
-    flat = _flat(tensor)
-    data = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    data = _flat(tensor).view(torch.uint8)
     if data.storage_offset() % _WORD_BYTES:  # where it lies must not matter: it may lie elsewhere on another rank
         data = data.clone()
     whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+
+
+def hold_same_bytes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks hold the same bytes in these tensors, whose shapes and dtypes are the same on all.
+
+    The sum of a tensor's words does not see their order, so its CRC is compared, too.
+    """
+    parts = (_flat(each).view(torch.uint8).cpu() for each in tensors)
+    own = repr([(zlib.crc32(part.numpy().data), int(digest_of(part))) for part in parts]).encode()
+    return len(set(all_gather_bytes(hashlib.sha256(own).digest(), group, _DIGEST_BYTES))) == 1
 
 
 def compare_parameters(pairs: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, when: str = "") -> None:
@@ -165,8 +175,6 @@ def _sides(by_rank: Sequence[int]) -> str:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in the order in which they lie: one dimension, no copy unless there are gaps between them."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # lazy ones cannot be read as bytes
-    if tensor.is_contiguous():
-        return tensor.view(-1)
     if dense_strides(tensor) == tensor.stride():
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
