@@ -245,6 +245,15 @@ def test_every_one_of_1000_random_flips_is_refused(host):
         image_reader.verify(host.paths[rank])
 
 
+def test_pages_in_a_different_order_are_refused(host):
+    weight = torch.randn(30_000)
+    host.write([Content({"weight": weight}, {}, {weight.data_ptr()})] * 3)
+    pages = [os.pread(host.descriptors[1], 4096, HEAD_BYTES + at) for at in (4096, 8192)]
+    os.pwrite(host.descriptors[1], pages[1] + pages[0], HEAD_BYTES + 4096)
+    with pytest.raises(CheckpointError, match="damaged"):
+        image_reader.verify(host.paths[1])
+
+
 def test_files_of_two_steps_do_not_make_an_image(host):
     host.write([Content({"x": 1}, {})] * 3, step=7)
     Copy(Head("run", 8, 1, 3, 1, 3), Content({"x": 1}, {})).take(host.files[1])
