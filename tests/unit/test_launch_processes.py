@@ -161,6 +161,19 @@ def test_settling_does_not_wait_for_ranks_that_are_busy(tmp_path):
         assert (second.status, second.ended_by_us) == (-signal.SIGTERM, True)
 
 
+@pytest.mark.parametrize(("letter", "waits"), [("r", False), ("s", True), ("c", True)])
+def test_after_a_sigkill_only_a_rank_in_the_middle_of_a_loops_step_is_not_waited_for(tmp_path, letter, waits):
+    text = f"from photinus.job import status\nstatus.update(letter={letter!r})\n"
+    text += "if rank == 1:\n    time.sleep(0.3)\n    os.kill(os.getpid(), 9)\ntime.sleep(100)\n"
+    with workers(tmp_path, text) as (processes, _, _):
+        watch(processes, processes.any_failed)
+        begun = time.monotonic()
+        processes.wait_for_reasons(1.5, DEADLINE_S)
+        assert (time.monotonic() - begun >= 1.5) == waits
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        assert root_cause(processes.deaths()).rank == 1
+
+
 KID_DEAF_TO_SIGTERM = """
 import subprocess
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

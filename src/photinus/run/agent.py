@@ -270,8 +270,7 @@ class Agent:
             self._processes = None
 
     def _raise_if_interrupted(self) -> None:
-        number = self._interrupts.first
-        if number is not None:
+        if (number := self._interrupts.first) is not None:
             self._let_save(number)  # before the other hosts hear of it: their ranks take part
             raise Interrupted
 

@@ -48,6 +48,7 @@ _KILLED_DIES_WITHIN_S = 5.0
 _LEFT_ENDS_WITHIN_S, _LEFT_DIES_WITHIN_S = 0.5, 0.5
 _SAY_LEFT_S = 1.0
 _LOOK_S = 0.01
+_NOTICED_WITHIN_S = 0.03  # by ranks that wait for the one that died
 _RECORD_LIMIT_BYTES = 1 << 20
 _OF_A_WORKER = f"{env.WORKER_FILES.name}="
 
@@ -76,8 +77,7 @@ class _Worker:
 
     def has_raised(self) -> bool:
         """Return whether an exception ended it. (After a record of torch's `@record`, it may still run.)"""
-        record = self.record()
-        return record is not None and record.raised_at_s is not None
+        return (record := self.record()) is not None and record.raised_at_s is not None
 
     def ask(self, number: signal.Signals) -> None:
         """Sends a signal, and continues a process that is stopped (SIGSTOP), so that it can act upon the signal."""
@@ -91,11 +91,6 @@ class _Worker:
     def last_status(self) -> Status:
         """Read the status that it reported last."""
         return read(_content(self.status_file))
-
-    def has_suspended(self) -> bool:
-        """Return whether it has recorded that it saved its work and exits."""
-        record = self.record()
-        return record is not None and record.suspended
 
     def is_leaving(self) -> bool:
         """Return whether it has raised, its own hooks are done, and it only has to exit (see `worker._fail`)."""
@@ -208,16 +203,19 @@ class Processes:
         """After the first failure, gives the other ranks a moment to fail by themselves and say why.
 
         Returns early when each has ended or recorded an exception. While every known failure is a consequence of a lost
-        rank, waits up to `cause_timeout_s`: the kernel may take long to end a process with much memory or a GPU.
+        rank, waits up to `cause_timeout_s`: the kernel may take long to end a process with much memory or a GPU. After
+        a SIGKILL, which is a cause, it does not wait for a rank in the middle of a long step, which `stop` kills.
         """
         begun_at_s = time.monotonic()
+        was_killed = not self.suspensions() and any(w.status == -signal.SIGKILL for w in self._workers)
         while not self._interrupts.received:
             elapsed_s = time.monotonic() - begun_at_s
             silent = [w for w in self._workers if w.status is None and not w.has_raised()]
             cause_known = any(not death.consequence for death in self.deaths())
-            if elapsed_s > (timeout_s if cause_known or not silent else cause_timeout_s):
-                return
-            if not silent and (cause_known or not self.any_running()):
+            if was_killed and cause_known and elapsed_s > _NOTICED_WITHIN_S:
+                silent = [w for w in silent if not w.hears("r")]
+            is_late = elapsed_s > (timeout_s if cause_known or not silent else cause_timeout_s)
+            if is_late or (not silent and (cause_known or not self.any_running())):
                 return
             self.wait(_LOOK_S)
 
@@ -374,7 +372,8 @@ class Processes:
             self.wait(min(0.1, deadline - time.monotonic()))
 
     def _any_ended_unsaved(self) -> bool:
-        return any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers)
+        records = [worker.record() for worker in self._workers if worker.status not in (None, 0)]
+        return any(record is None or not record.suspended for record in records)
 
     def _note_ends(self) -> None:
         now = time.monotonic()
