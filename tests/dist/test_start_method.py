@@ -90,6 +90,12 @@ def test_a_forked_worker_has_torch_from_its_start_and_proc_shows_the_environment
     assert lines(tmp_path, "spawn", text, "--local-ranks-filter", "1") == ["False True"]
 
 
+def test_a_forked_worker_has_the_modules_of_trainer_and_backend_from_its_start(tmp_path: Path) -> None:
+    text = "import sys\nbefore = {*sys.modules}\nimport photinus\nphotinus.init()\n"
+    text += "print(*sorted(name for name in {*sys.modules} - before if name.startswith('photinus')))"
+    assert lines(tmp_path, "fork", text, "--local-ranks-filter", "1") == [""]
+
+
 def test_a_forked_worker_has_the_folder_for_temporary_files_that_the_script_sets(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     text = f"import os, tempfile\nos.environ['TMPDIR'] = {str(tmp_path / 'mine')!r}\nprint(tempfile.gettempdir())\n"

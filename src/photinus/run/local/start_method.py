@@ -37,6 +37,7 @@ _READ_AT_LOAD = (
 # Imported before the first worker is forked, where the text says that it will need them.
 _NEEDS = {
     "photinus.trainer": re.compile(r"\bphotinus\b"),
+    "photinus.backend.make_group": re.compile(r"\bphotinus\b"),
     "torch._dynamo": re.compile(r"\boptim|\bcompile\b|\bDistributedDataParallel\b|\bTrainer\b"),
 }
 
