@@ -148,11 +148,6 @@ def _find_hidden_file(imported: Iterable[str]) -> str:
 def _become_worker(fds: Sequence[int], middle: int) -> None:
     """Make this process, just forked, the one that the order describes."""
     answer, paper, *streams = fds
-    launcher = int(sys.argv[1])
-    while (parent := os.getppid()) != launcher:
-        if parent != middle:
-            os._exit(128 + signal.SIGKILL)  # the launcher was killed
-        time.sleep(0.0005)
     os.setsid()
     order = json.loads(os.pread(paper, os.fstat(paper).st_size, 0))
     for number, (stream, own) in enumerate(zip(streams, (None, sys.stdout, sys.stderr), strict=True)):
@@ -165,6 +160,11 @@ def _become_worker(fds: Sequence[int], middle: int) -> None:
             printed = printed[os.write(number, printed) :]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open_again(number, name)
+    launcher = int(sys.argv[1])
+    while (parent := os.getppid()) != launcher:  # last, because the process between takes some milliseconds to end
+        if parent != middle:
+            os._exit(128 + signal.SIGKILL)  # the launcher was killed
+        time.sleep(0.0005)
     try:
         os.write(answer, str(os.getpid()).encode())
     except OSError:
