@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .job.cgroup import text_of
 
+# In GLIBC_TUNABLES of a process that starts: malloc asks the kernel for huge pages for all that it takes.
+HUGE_HEAP = "glibc.malloc.hugetlb=1"
 _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -43,6 +45,6 @@ def reuse_memory() -> bool:
     """
     use_huge_pages()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
-    if mallopt is None or any(os.environ.get(name) for name in _USERS_OWN):
-        return False
-    return bool(mallopt(-1, 2**31 - 1) and mallopt(-3, 32 << 20))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    is_users = any(os.environ.get(name) not in (None, "", HUGE_HEAP) for name in _USERS_OWN)
+    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    return bool(mallopt and not is_users and mallopt(-1, 2**31 - 1) and mallopt(-3, 32 << 20))

@@ -35,6 +35,7 @@ with open("/proc/self/smaps") as file:
 print(huge >> 10, model.weight.sum(dtype=torch.float64).item().hex())
 """
 MODEL_MIB = 16
+GLIBC = tuple(map(int, (os.confstr("CS_GNU_LIBC_VERSION") or "glibc 0").split()[1].split(".")))
 
 
 def run(folder: Path, how: str, *launcher: str, **environ: str) -> tuple[int, str, str]:
@@ -62,6 +63,16 @@ def test_large_tensors_lie_on_huge_pages_with_the_same_bits(tmp_path: Path) -> N
         assert mib > MODEL_MIB, how
         assert same == bits, how
     assert run(tmp_path, "worker", *LAUNCHER, THP_MEM_ALLOC_ENABLE="0")[0] == 0
+
+
+@pytest.mark.skipif(huge_pages() != "madvise", reason="this kernel gives huge pages never, or to all programs")
+@pytest.mark.skipif(GLIBC < (2, 35), reason="needs glibc 2.35")
+@pytest.mark.seconds
+def test_smaller_tensors_of_a_worker_lie_on_huge_pages_unless_the_user_set_mallocs_options(tmp_path: Path) -> None:
+    mib, bits, _ = run(tmp_path, "worker", *LAUNCHER)
+    without, same, _ = run(tmp_path, "worker", *LAUNCHER, GLIBC_TUNABLES="glibc.malloc.hugetlb=0")
+    assert mib > without + MODEL_MIB
+    assert same == bits
 
 
 @pytest.mark.skipif(huge_pages() != "madvise", reason="this kernel gives huge pages never, or to all programs")

@@ -68,9 +68,13 @@ def test_threads_share_the_usable_cores_unless_the_user_says_otherwise(cores):
 def test_workers_without_gpus_ask_for_huge_pages_unless_the_user_decided(monkeypatch):
     monkeypatch.setattr("photinus.process_memory.huge_pages", lambda: "madvise")
     assert environ(cpu=True)["THP_MEM_ALLOC_ENABLE"] == "1"
-    assert environ(base={"THP_MEM_ALLOC_ENABLE": "0"})["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert environ(cpu=True)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    without = environ(base={"THP_MEM_ALLOC_ENABLE": "0"})
+    assert without["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert "GLIBC_TUNABLES" not in without
+    assert environ(base={"GLIBC_TUNABLES": "glibc.malloc.check=1"})["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
     on_gpu = Job(JobSpec(Program("script", "train.py")), "job", 1, {}, gpus=("0",))
-    assert "THP_MEM_ALLOC_ENABLE" not in on_gpu.environ(MEMBERS, 1)
+    assert not {"THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES"} & on_gpu.environ(MEMBERS, 1).keys()
 
 
 def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise():

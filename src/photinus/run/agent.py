@@ -253,10 +253,8 @@ class Agent:
                     own, finished=processes.finished_ranks(), attempt=attempt, next_step="starting all workers again"
                 )
                 self._output.say(text, alarm=True)
-        elif order == "save" and processes.can_suspend():
-            words = self._suspend(processes)
-            if words is not None:
-                self._output.say(f"photinus: {words}; all workers start again\n")
+        elif order == "save" and processes.can_suspend() and (words := self._suspend(processes)) is not None:
+            self._output.say(f"photinus: {words}; all workers start again\n")
 
     def _end(self, ask: signal.Signals, grace_s: float) -> None:
         if self._processes is not None:

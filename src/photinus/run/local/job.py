@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ... import env
 from ...job.attempt import AttemptMembers
 from ...job.spec import JobSpec
-from ...process_memory import use_huge_pages
+from ...process_memory import HUGE_HEAP, use_huge_pages
 from .devices import usable_cores
 
 LOOPBACK = "127.0.0.1"
@@ -76,9 +76,10 @@ class Job:
         environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         if not self.gpus:
             use_huge_pages(environ)
+            if environ.get("THP_MEM_ALLOC_ENABLE") == "1":  # the same pages for smaller tensors
+                environ.setdefault("GLIBC_TUNABLES", HUGE_HEAP)
         # gloo would look for the interface of the host's name, which may not resolve or be another network's.
-        interface = "lo" if hosts == 1 else members.interface
-        if interface is not None:
+        if (interface := "lo" if hosts == 1 else members.interface) is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         environ.pop(env.JOB_SECRET.name, None)
         if self.spec.cpu:
