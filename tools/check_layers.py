@@ -48,17 +48,17 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2246,
+    "backend": 2236,
     "cli": 988,
     "compat": 612,
-    "job": 2290,
-    "parallel": 5401,
-    "run": 3501,
+    "job": 2289,
+    "parallel": 5393,
+    "run": 3496,
     "runlog": 1213,
     "templates": 188,
     "tools": 2067,
-    "top": 1038,
-    "trainer": 9809,
+    "top": 1043,
+    "trainer": 9804,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

@@ -315,6 +315,9 @@ class Reducer:
     def _ddp_graph_static(self) -> bool:
         return self.usage.always_the_same
 
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self.usage.ranks
+
     def _check_reducer_finalized(self) -> None:
         if self._open:
             raise PhotinusError(f"rank {self.rank}: {len(self._missing())} gradients of the last backward are missing")

@@ -318,8 +318,6 @@ class Loader:
                 gives no batches).
         """
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
-        if isinstance(self.shares, StreamShards):
-            return self._stream_shards(self.shares, epoch, start)
         if isinstance(self.shares, StreamShares):
             return self._streams(self.shares, epoch, start, look_ahead)
         if len(self.dataset) != self.samples:
@@ -569,49 +567,26 @@ class Loader:
             yield self._batch(data, requested.popleft(), index, is_pinned=self._num_workers > 0)
 
     def _streams(self, shares: StreamShares, epoch: int, start: int, look_ahead: int) -> Iterator[Batch]:
-        """Yield the batches of a stream, of which some are read ahead."""
+        """Yield the batches of a stream, of which some are read ahead.
+
+        With logical shards, a step's batches of this rank's first shard come first, then those of its next one. `start`
+        counts all of them.
+        """
         if shares.world_size > 1 and self._thread != threading.get_ident():
             advice = "take its batches there, and use num_workers to read ahead"
             raise PhotinusError(f"ranks agree on a stream's end in the thread that made its loader: {advice}")
-        states = self._places.get((epoch, start), {})
-        before = {number: states.get(number, begin) for number, begin in shares.begin(start).items()}
-        pieces, queue = self._pieces(shares, epoch, start, before), deque[tuple[Piece, int]]()
-        filler, was_idle, has_ended = None, 0, False
-        for index in itertools.count(start):
-            while not has_ended and len(queue) <= look_ahead:
-                with agreeing(shares, f"batch {index + len(queue)} of the stream") as counts:
-                    piece = next(pieces)
-                    counts[:] = piece.samples, not piece.samples
-                total, idle = counts
-                has_ended = not total or (shares.drop_last and total < shares.batch_size)
-                if idle > was_idle and not has_ended:
-                    was_idle = idle
-                    with agreeing(shares, "the stream's first samples again"):
-                        if not piece.samples and filler is None:
-                            filler = self._moved(self._filler(shares, epoch))
-                queue += [] if has_ended else [(piece, total)]
-            if not queue and not index:
-                short = " full batch" if shares.drop_last else " sample"
-                raise PhotinusError(f"{type(self.dataset).__name__} gave not one{short} in epoch {epoch}: is it empty?")
-            if not queue:
-                return
-            piece, total = queue.popleft()
-            self._places = {(epoch, index): before, (epoch, index + 1): piece.states}
-            before, weight = piece.states, piece.samples * shares.world_size / total
-            data = self._moved(piece.data) if piece.samples else filler
-            yield Batch(data, weight, piece.samples, total, index, to_come=len(queue))
-
-    def _stream_shards(self, shares: StreamShards, epoch: int, start: int) -> Iterator[Batch]:
-        """Yield the batches of a step's logical shards, of a stream; `start` counts those of this rank."""
-        step, begin = divmod(start, len(shares.parts) * shares.accumulate)
-        first = step * shares.accumulate
+        parts, of_a_step = [shares], 1
+        if isinstance(shares, StreamShards):
+            parts, of_a_step = shares.parts, shares.accumulate
+        step, begin = divmod(start, len(parts) * of_a_step)
+        first = step * of_a_step
         states = self._places.get((epoch, first), {})
-        before = {n: states.get(n, state) for part in shares.parts for n, state in part.begin(first).items()}
-        readers = [self._pieces(part, epoch, first, before) for part in shares.parts]
+        before = {n: states.get(n, state) for part in parts for n, state in part.begin(first).items()}
+        readers = [self._pieces(part, epoch, first, before) for part in parts]
         fillers: list[Any] = [None] * len(readers)
         queue, has_ended, was_idle = deque[tuple[list[Piece], int]](), False, 0
         while True:
-            while not has_ended and len(queue) <= shares.accumulate:
+            while not has_ended and len(queue) <= look_ahead:
                 with agreeing(shares, f"batch {first + len(queue)} of the stream") as counts:
                     pieces = [next(reader) for reader in readers]
                     counts[:] = sum(each.samples for each in pieces), sum(not each.samples for each in pieces)
@@ -622,7 +597,7 @@ class Loader:
                     with agreeing(shares, "the stream's first samples again"):
                         for place, piece in enumerate(pieces):
                             if not piece.samples and fillers[place] is None:
-                                fillers[place] = self._moved(self._filler(shares.parts[place], epoch))
+                                fillers[place] = self._moved(self._filler(parts[place], epoch))
                 queue += [] if has_ended else [(pieces, total)]
             if not queue and not first:
                 short = " full batch" if shares.drop_last else " sample"
@@ -630,7 +605,7 @@ class Loader:
             if not queue:
                 return
             end = first + len(queue)
-            of_step = [queue.popleft() for _ in range(min(shares.accumulate, len(queue)))]
+            of_step = [queue.popleft() for _ in range(min(of_a_step, len(queue)))]
             after = {number: state for piece in of_step[-1][0] for number, state in piece.states.items()}
             self._places = {(epoch, first): before, (epoch, first + len(of_step)): after}
             before = after
