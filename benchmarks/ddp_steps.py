@@ -10,7 +10,8 @@ backend, in steps of AdamW; processor time and page faults (getrusage) stand bes
 A step is forward, backward with the exchange, SGD without momentum, and gradients set to None, all in float32. "no
 exchange" is torch's wrapper in no_sync: no way of exchanging gradients can be faster, so (gloo - ours) / (gloo - no
 exchange) says how much of what there was to gain is gained. "one number" is the same with one number exchanged in each
-step: what a step takes whose ranks wait for each other, however little they exchange. What is measured and which traps
+step: what a step takes whose ranks wait for each other, however little they exchange. Ours has the huge pages that
+`photinus run` gives to its workers. What is measured and which traps
 are avoided stands in README.md beside this file.
 """
 
@@ -27,6 +28,8 @@ import harness
 import report
 from harness import MIB
 from turns import Contestant, Effort, take_turns
+
+from photinus.process_memory import HUGE_HEAP
 
 RANKS = Path(__file__).resolve().parent / "ranks"
 OURS, GLOO, LEAST, IN_STEP, BARE = "photinus", "torch DDP, gloo", "no exchange", "one number", "bare model"
@@ -74,6 +77,8 @@ def contestant(
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
         script = [sys.executable, str(RANKS / "step_rank.py"), wrapper, backend]
         environ = {"GLOO_SOCKET_IFNAME": "lo", "FOLDER_OF_USAGE": usage}
+        if wrapper == "photinus":  # as `photinus run` starts a worker
+            environ |= {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": HUGE_HEAP}
         return [([*script, str(rank), str(ranks), folder], environ) for rank in range(ranks)]
 
     return Contestant(name, columns, commands, ranks, dtypes=tuple(models))
