@@ -77,12 +77,14 @@ def test_the_slow_rank_is_named_and_the_phases_are_the_whole_step(
 ) -> None:
     out = tmp_path / "run"
     function = "tests.dist.test_watch:slow_rank_1"
-    results = values(run_ranks(function, world_size=2, backend=backend, arguments={"out": str(out)}, timeout_s=120))
+    ended = run_ranks(function, world_size=2, backend=backend, arguments={"out": str(out)}, timeout_s=120)
+    results = values(ended)
     if backend == "photinus":  # over others only waits of Photinus' own floors are seen
         for name, waited in results[0][0].items():
             assert waited > 35, name
     run = Run(out)
     run.refresh()
+    assert run.pids == [each.pid for each in ended]
     ranks = shares(run.windows)
     (slow,) = stragglers(run.windows)
     assert (slow.rank, slow.phase) == (1, "forward")
