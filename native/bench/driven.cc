@@ -105,6 +105,15 @@ void serve(Rank& rank, std::istream& commands, std::ostream& answers) {
   }
 }
 
+// A forked child's copy of an arena is private (shm/segment.h). Ranks need to share these, also to wake each
+// other.
+void share_again(const Arena& arena) {
+  const Segment& segment = *arena.segment();
+  if (mmap(segment.base(), segment.bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
+           segment.file(), 0) == MAP_FAILED)
+    throw std::runtime_error("cannot map an arena");
+}
+
 int run_rank(uint32_t index, const std::string& address, const std::string& folder,
              const std::vector<std::shared_ptr<Arena>>& arenas, const std::vector<std::byte*>& tensors) {
   const std::string pipe = folder + "/" + std::to_string(index);
@@ -112,6 +121,7 @@ int run_rank(uint32_t index, const std::string& address, const std::string& fold
   std::ifstream commands(pipe + ".in");
   try {
     pin(index);
+    for (const auto& arena : arenas) share_again(*arena);
     Rank rank(index, address, arenas, tensors);
     answers << "{\"ready\": \"photinus native\"}" << std::endl;
     serve(rank, commands, answers);
