@@ -106,6 +106,12 @@ def check_a_rank_without_samples_takes_part(group: dist.ProcessGroup) -> None:
 def check_samples_that_a_rank_repeats_do_not_count(group: dist.ProcessGroup) -> None:
     compare(group, counts=[2, 0, 1, 0][: group.size()], shape=(4,), repeats=True)
     compare(group, counts=[0, 1, 0, 0][: group.size()], repeats=True)
+    # Of a global batch that has no sample for any rank of this group, all its ranks repeat some.
+    layer, x = SyncBatchNorm(4, process_group=group), torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    Part.is_counted = False
+    y = layer(x)
+    Part.is_counted = True
+    torch.testing.assert_close(y, nn.BatchNorm1d(4)(x))
 
 
 def check_settings_of_the_layer(group: dist.ProcessGroup) -> None:

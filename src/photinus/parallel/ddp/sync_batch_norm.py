@@ -13,7 +13,7 @@ one exchange adds up. Derivatives by weight and bias stay sums over the rank's o
 averages them with all others.
 
 The ranks may have different numbers of samples, none included; each sample counts once. What a rank computes to take
-part, when a batch has fewer samples than ranks, does not count (see `Part`).
+part, when a batch has fewer samples than ranks, does not count beside the samples of others (see `Part`).
 """
 
 from __future__ import annotations
@@ -196,15 +196,17 @@ class _SynchronisedBatchNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         if not _is_channels_last(x):
             x = x.contiguous()
-        count, mean, m2 = _local_statistics(x if is_counted else x[:0])
+        count, mean, m2 = _local_statistics(x)
         # [ranks, 1 + 2C]. By all_reduce, where x + 0 is exact: every backend has it everywhere.
         rows = torch.zeros((group.size(), 1 + 2 * mean.numel()), dtype=mean.dtype, device=mean.device)
-        rows[group.rank()] = torch.cat([count.view(1), mean, m2])
+        rows[group.rank()] = torch.cat([count.view(1) if is_counted else -count.view(1), mean, m2])
         _sum(rows, group)
-        counts, means, m2s = rows[:, :1], rows[:, 1 : 1 + mean.numel()], rows[:, 1 + mean.numel() :]
+        signed, means, m2s = rows[:, :1], rows[:, 1 : 1 + mean.numel()], rows[:, 1 + mean.numel() :]
+        # Negative counts are of ranks that repeat samples, which count where no rank of the group has others.
+        counts = torch.where((signed > 0).any(), signed.clamp(min=0.0), -signed)
         total = counts.sum()
         mean = (counts * means).sum(0) / total
-        variance = (m2s.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+        variance = ((m2s * (counts > 0)).sum(0) + (counts * (means - mean).square()).sum(0)) / total
         # Samples that do not count change no statistic: their share in the mean is 1/∞.
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), total if is_counted else total * math.inf)
         ctx.group = group
