@@ -107,6 +107,11 @@ def check_only_models_that_differ_are_broadcast(group: dist.ProcessGroup) -> Non
             change(tensors)
         assert sent(tensors)
         assert all(torch.equal(a, b) for a, b in zip(tensors, equal(), strict=True))
+    # The same bytes in memory are other values where strides differ, which buffers may.
+    whole = torch.arange(12.0)
+    buffer = whole.clone().view(3, 4) if group.rank() == 0 else whole.clone().view(4, 3).t()
+    assert sent([buffer])
+    assert torch.equal(buffer, whole.view(3, 4))
 
 
 def check_states_of_all_ranks_come_to_rank_0_as_they_are(group: dist.ProcessGroup) -> None:

@@ -103,7 +103,7 @@ def broadcast_tensors(
             non-contiguous one is staged whole.
         source: rank in the group.
     """
-    if device.type == "cpu" and hold_same_bytes(tensors, group):
+    if device.type == "cpu" and not any(t.is_quantized for t in tensors) and hold_same_bytes(tensors, group):
         return
     for piece in _pieces(tensors, piece_bytes):
         Staging(piece, group, device).broadcast(piece, source)

@@ -125,10 +125,11 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
 def hold_same_bytes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
     """Return whether all ranks hold the same bytes in these tensors, whose shapes and dtypes are the same on all.
 
-    The sum of a tensor's words does not see their order, so its CRC is compared, too.
+    The sum of a tensor's words does not see their order, so its CRC is compared, too. The same bytes are other values
+    where strides differ.
     """
-    parts = (_flat(each).view(torch.uint8).cpu() for each in tensors)
-    own = repr([(zlib.crc32(part.numpy().data), int(digest_of(part))) for part in parts]).encode()
+    parts = ((each.stride(), _flat(each).view(torch.uint8).cpu()) for each in tensors)
+    own = repr([(strides, zlib.crc32(part.numpy().data), int(digest_of(part))) for strides, part in parts]).encode()
     return len(set(all_gather_bytes(hashlib.sha256(own).digest(), group, _DIGEST_BYTES))) == 1
 
 
@@ -175,9 +176,8 @@ def _sides(by_rank: Sequence[int]) -> str:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in the order in which they lie: one dimension, no copy unless there are gaps between them."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # lazy ones cannot be read as bytes
-    if dense_strides(tensor) == tensor.stride():
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.contiguous().view(-1)
+    is_dense = dense_strides(tensor) == tensor.stride()
+    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense else tensor.contiguous().view(-1)
 
 
 def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:
