@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -248,6 +249,25 @@ photinus.evaluate(torch.nn.Linear(1, 1), [(torch.zeros(1), torch.zeros(1))], lam
 """
     done = _run(tmp_path, script, PHOTINUS_BACKEND="gloo")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("before", "after", "end"), [("error", "None", "end"), ("None", "error", "error")])
+@pytest.mark.seconds
+def test_an_error_from_before_a_session_does_not_end_its_runs(
+    before: str, after: str, end: str, tmp_path: Path
+) -> None:
+    script = f"""
+import photinus, sys, torch
+error = ValueError("of another cell")
+sys.last_value = {before}
+photinus.init("gloo", "cpu", seed=0)
+model, optimizer = photinus.wrap(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), 0.1))
+for x in photinus.Loop(model, optimizer, torch.zeros(8, 1), batch_size=4, epochs=1, out="run"):
+    break
+sys.last_value = {after} or sys.last_value
+"""
+    assert _run(tmp_path, script).returncode == 0
+    assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["event"] == end
 
 
 def _run(tmp_path: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:

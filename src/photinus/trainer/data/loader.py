@@ -575,9 +575,7 @@ class Loader:
         if shares.world_size > 1 and self._thread != threading.get_ident():
             advice = "take its batches there, and use num_workers to read ahead"
             raise PhotinusError(f"ranks agree on a stream's end in the thread that made its loader: {advice}")
-        parts, of_a_step = [shares], 1
-        if isinstance(shares, StreamShards):
-            parts, of_a_step = shares.parts, shares.accumulate
+        parts, of_a_step = (shares.parts, shares.accumulate) if isinstance(shares, StreamShards) else ([shares], 1)
         step, begin = divmod(start, len(parts) * of_a_step)
         first = step * of_a_step
         states = self._places.get((epoch, first), {})

@@ -78,6 +78,8 @@ class Session:
     loops: int = 0  # created so far
     switching: list[Any] = field(default_factory=list)  # optimizers with train() and eval(), of loops whose bodies run
     before_evaluation: list[Callable[[], None]] = field(default_factory=list)  # of loops whose bodies run
+    # What a notebook's or a prompt's error before this session left behind: it does not end the runs of this one.
+    _error_before: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
     _open: bool = True
     _outer: Session | None = None
     _at_end: list[Callable[[BaseException | None], None]] = field(default_factory=list)
@@ -141,7 +143,7 @@ class Session:
 
     def _tell_end_at_exit(self) -> None:
         if os.getpid() == self.pids[self.rank]:  # a child that the script forked is no rank
-            self._tell_end(getattr(sys, "last_value", None))
+            self._tell_end(error if (error := getattr(sys, "last_value", None)) is not self._error_before else None)
 
     def _tell_end(self, error: BaseException | None) -> None:
         tells, self._at_end = self._at_end, []
