@@ -135,7 +135,7 @@ def test_predictions_have_the_bits_and_the_order_of_one_process(tmp_path: Path, 
             "length": "different predictions: samples=40 on rank 0, 41 on rank 1",
             "shape": "one row per sample",
             "kind": "a str, but a tensor",
-            "rows": "a file needs the same for all",
+            "rows": "blocks do not fit together: rows of shape",
             "dicts": "outputs of one tensor",
             "structures": "blocks do not fit together: a dict of a, and a dict of a, b. Give forward",
             "folder": "is a folder",
@@ -161,3 +161,46 @@ def test_outputs_with_another_number_of_rows_than_samples_are_refused(forward: A
     with photinus.init("gloo", "cpu"):
         with pytest.raises(ValueError, match=r"for 8 samples, but one row per sample is needed, \[8, \.\.\.\]"):
             photinus.predict(Net(), points(16), batch_size=8, forward=forward)
+
+
+class _Reusing(nn.Module):
+    """Writes every output to the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(8, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        memory: Any = self.memory
+        outputs: Tensor = memory[: len(inputs)]
+        return outputs.copy_(inputs[:, :2])
+
+
+def test_outputs_that_a_later_forward_overwrites_are_copied() -> None:
+    with photinus.init("gloo", "cpu"):
+        found = photinus.predict(_Reusing(), points(20), batch_size=8)
+    assert torch.equal(found, points(20).tensors[0][:, :2])
+
+
+def test_lazily_conjugated_outputs_are_written_as_they_are(tmp_path: Path) -> None:
+    def conjugated(model: nn.Module, batch: Any) -> Tensor:
+        return torch.complex(batch[0], batch[0]).conj()
+
+    with photinus.init("gloo", "cpu"):
+        photinus.predict(Net(), points(20), batch_size=8, forward=conjugated, out=tmp_path / "out.npy")
+    inputs = points(20).tensors[0].numpy()
+    assert np.array_equal(np.load(tmp_path / "out.npy"), inputs - 1j * inputs)
+
+
+@pytest.mark.parametrize("out", [None, "out.npy"])
+def test_outputs_of_different_types_are_refused(tmp_path: Path, out: str | None) -> None:
+    blocks = iter((torch.float32, torch.float64))
+    with photinus.init("gloo", "cpu"):
+        with pytest.raises(ValueError, match=r"fit together: rows of shape \[\] and type float32, and .* type float64"):
+            photinus.predict(
+                Net(),
+                points(16),
+                batch_size=8,
+                forward=lambda _, batch: torch.ones(8, dtype=next(blocks)),
+                out=out and tmp_path / out,
+            )

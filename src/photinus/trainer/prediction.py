@@ -6,11 +6,11 @@ After each round of blocks (see forwards.py) they travel, so no rank holds more 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,14 +102,15 @@ def _forward(model: nn.Module, batch: Any) -> Outputs:
 
 
 def _checked(outputs: Outputs, batch: Batch) -> Outputs:
-    """Return the outputs of a block on the CPU."""
+    """Return copies of the outputs of a block, on the CPU."""
     if isinstance(outputs, Tensor):
         if outputs.dim() == 0 or outputs.shape[0] != batch.samples:
             raise ValueError(
                 f"the model gave shape {list(outputs.shape)} for {batch.samples} samples, but one row per sample is "
                 f"needed, [{batch.samples}, ...]"
             )
-        return outputs.detach().cpu()
+        # A copy: the next forward may write to the same memory, and a view keeps the memory of what it is a part of.
+        return outputs.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
     if isinstance(outputs, Mapping):
         return {name: _checked(value, batch) for name, value in outputs.items()}
     if isinstance(outputs, (tuple, list)):
@@ -127,26 +128,26 @@ def _like(outputs: Any, values: list[Outputs]) -> Outputs:
 
 def _kind_of(outputs: Outputs) -> str:
     if isinstance(outputs, Tensor):
-        return f"rows of shape {list(outputs.shape[1:])}"
+        return f"rows of shape {list(outputs.shape[1:])} and type {str(outputs.dtype).removeprefix('torch.')}"
     return f"a dict of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else f"{len(outputs)} parts"
+
+
+def _check_same(kinds: Iterable[str]) -> None:
+    if len(found := sorted({*kinds})) > 1:
+        raise ValueError(
+            f"outputs of different blocks do not fit together: {found[0]}, and {found[1]}. Give forward=..., which "
+            f"returns the same structure, shape and type for each batch"
+        )
 
 
 def _joined(parts: list[Outputs]) -> Outputs:
     first = parts[0]
-    if len(kinds := sorted({_kind_of(part) for part in parts})) > 1:
-        raise ValueError(
-            f"outputs of different blocks do not fit together: {kinds[0]}, and {kinds[1]}. Give forward=..., which "
-            f"returns the same structure and shape for each batch"
-        )
+    _check_same(map(_kind_of, parts))
     if isinstance(first, Tensor):
         return torch.cat(parts)
     if isinstance(first, dict):
         return {name: _joined([part[name] for part in parts]) for name in first}
     return _like(first, [_joined([*each]) for each in zip(*parts, strict=True)])
-
-
-class _Writer(Protocol):
-    def write(self, data: bytes, /) -> int: ...
 
 
 def _open(path: Path, samples: int, stack: ExitStack) -> _Rows:
@@ -156,24 +157,19 @@ def _open(path: Path, samples: int, stack: ExitStack) -> _Rows:
 class _Rows:
     """A NumPy file, written row by row. (Not as a memory map: a full disk would end the process by SIGBUS.)"""
 
-    def __init__(self, file: _Writer, total: int) -> None:
+    def __init__(self, file: DurableFile, total: int) -> None:
         self._file, self._total = file, total
-        self._dtype: np.dtype[Any] | None = None
-        self._shape: tuple[int, ...] = ()
+        self._kind = ""
 
     def write(self, outputs: Outputs) -> None:
         """Append the rows of a block."""
         if not isinstance(outputs, Tensor):
             raise TypeError("out= takes outputs of one tensor: give forward=..., which returns one of them")
         rows = (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).contiguous().numpy()
-        if self._dtype is None:
-            self._dtype, self._shape = rows.dtype, rows.shape[1:]
+        if not self._kind:
+            self._kind = _kind_of(outputs)
             descr = np.lib.format.dtype_to_descr(rows.dtype)
-            header = {"descr": descr, "fortran_order": False, "shape": (self._total, *self._shape)}
+            header = {"descr": descr, "fortran_order": False, "shape": (self._total, *rows.shape[1:])}
             np.lib.format.write_array_header_2_0(self._file, header)
-        if (rows.dtype, rows.shape[1:]) != (self._dtype, self._shape):
-            raise ValueError(
-                f"a row of the first block has shape {list(self._shape)} and {self._dtype}, and one of a later block "
-                f"{list(rows.shape[1:])} and {rows.dtype}: a file needs the same for all"
-            )
+        _check_same([self._kind, _kind_of(outputs)])
         self._file.write(rows.tobytes())
