@@ -159,6 +159,16 @@ def test_what_cannot_be_right_is_refused(arguments: dict[str, Any], error: str) 
         EarlyStopping(**arguments)
 
 
+def test_a_second_run_with_the_same_object_begins_without_the_rows_of_the_first(tmp_path: Path) -> None:
+    stopping = EarlyStopping("right", patience=2)
+    first, _ = run(stopping, out=tmp_path / "fold-1")
+    assert (len(first.history), stopping.rows, bool(stopping.stopped)) == (4, 2, True)
+    second, _ = run(stopping, (0.1, 0.2, 0.3, 0.2, 0.1, 0.4), out=tmp_path / "fold-2")
+    assert (len(second.history), stopping.best, stopping.rows) == (5, 0.3, 2)
+    again, steps = run(stopping, out=tmp_path / "fold-1")
+    assert (steps, again.summary(), stopping.best) == ([], first.summary(), 0.7)
+
+
 class AtRow3:
     def after_row(self, row: dict[str, float]) -> str:
         return "three are enough" if row["epoch"] == 3 else ""

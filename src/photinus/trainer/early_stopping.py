@@ -48,6 +48,10 @@ class EarlyStopping:
             check(is_number, f"min_delta={min_delta!r}: needs a number from 0")
         self.metric, self.patience, self.min_delta = metric, int(patience), float(min_delta)
         self.name = metric.removeprefix("-")
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the rows of an earlier run: a loop that is made begins a run, or loads its checkpoint."""
         self.best: float | None = None
         self.rows, self.stopped = 0, ""
         self.goes_on = False  # it had stopped the run that was loaded, and has more patience now
@@ -64,10 +68,8 @@ class EarlyStopping:
                 f"true: loop.log({self.name}=...)"
             )
         value, sign = float(row[self.name]), 1.0 if self.name == self.metric else -1.0
-        if math.isfinite(value) and (self.best is None or sign * (value - self.best) > self.min_delta):
-            self.best, self.rows = value, 0
-        else:
-            self.rows += 1
+        is_better = math.isfinite(value) and (self.best is None or sign * (value - self.best) > self.min_delta)
+        self.best, self.rows = (value, 0) if is_better else (self.best, self.rows + 1)
         if self.rows >= self.patience:
             by = f" by more than {self.min_delta:g}" if self.min_delta else ""
             change = f"did not {'rise above' if sign > 0 else 'fall below'} {number(self.best or 0.0)}{by}"

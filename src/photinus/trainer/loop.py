@@ -187,7 +187,10 @@ class Loop:
             self._accumulate = int(accumulate)
             wrapping: Mapping[str, JSON] = vars(self._wrapped).get(WRAPPED, {"strategy": self._strategy.name})
             training = {**wrapping, "accumulate": self._accumulate, **(_body or {})}
-            training |= {str(name): repr(each) for name, each in others.items() if isinstance(each, EarlyStopping)}
+            for name, each in others.items():
+                if isinstance(each, EarlyStopping):
+                    each.begin()
+                    training[str(name)] = repr(each)
             self._judges = [each for each in others.values() if callable(getattr(each, "after_row", None))]
             self._stopped_by = ""  # text: why it ended before its last epoch
             self._loader = train_batches(train_set, batch_size, (session.rank, session.world_size), session.device)
