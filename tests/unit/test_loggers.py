@@ -87,6 +87,20 @@ def test_a_logger_gets_the_options_each_loss_each_row_the_picture_and_the_end(tm
     assert [("log", *row) for row in least.rows] == logs
 
 
+def test_a_logger_may_change_what_it_gets(tmp_path: Path) -> None:
+    class Changing(Lines):
+        def start(self, config: Any) -> None:
+            config.clear()
+
+        def log(self, step: int, row: Any) -> None:
+            row.clear()
+
+    found = Recorder()
+    train(tmp_path, report=reporting(Changing(), found))
+    assert all(each[-1] for each in found.calls)
+    assert found.logged("loss/step")
+
+
 def test_numbers_that_a_logger_draws_when_it_starts_change_nothing(tmp_path: Path, plain: str) -> None:
     class Drawing(Recorder):
         def start(self, config: Any) -> None:

@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -102,8 +103,8 @@ class Loggers:
     def call(self, method: str, *arguments: Any) -> None:
         """Let each logger's thread call this method, if the logger has it."""
         self._drop_failed()
-        for each in self._threads:
-            each.calls.put((method, arguments))
+        for each in self._threads:  # each gets a copy of its own, which it may change
+            each.calls.put((method, deepcopy(arguments)))
 
     def _drop_failed(self, is_over: bool = False) -> None:
         for each in list(self._threads):
