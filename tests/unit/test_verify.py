@@ -56,7 +56,7 @@ def verify(first: Path, second: Path) -> int:
 
 def test_equal_runs_have_the_same_bits(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(first, run(tmp_path / "second", every=16)) == 0
-    counts = "3 digests of 4 parameters and their states, 40 losses, 4 rows of metrics"
+    counts = "3 of 40 digests of 4 parameters and their states, 40 losses, 4 rows of metrics"
     assert f"the same bits: {counts}; the last one is step 40" in capsys.readouterr().out
 
 
@@ -88,6 +88,35 @@ def test_a_row_of_metrics_that_differs_is_named_with_both_values(
     (second / "metrics.csv").write_text(text.replace(",0.01,", ",0.02,", 1))
     assert verify(first, second) == 1
     assert "different at step 10: learning_rate 0.01 and 0.02" in capsys.readouterr().out
+
+
+def test_a_metric_that_only_one_run_has_is_a_difference(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = shutil.copytree(first, tmp_path / "second")
+    names, *rows = (second / "metrics.csv").read_text().splitlines()
+    (second / "metrics.csv").write_text("\n".join([f"{names},right", *(f"{row},0.5" for row in rows)]) + "\n")
+    assert (verify(first, second), verify(second, first)) == (1, 1)
+    text = capsys.readouterr().out
+    assert "different at step 10: right None and 0.5\n" in text
+    assert "different at step 10: right 0.5 and None\n" in text
+
+
+def test_what_a_damaged_file_lacks_is_in_the_answer(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = shutil.copytree(first, tmp_path / "second")
+    (second / DIGESTS).write_bytes(b"")
+    losses = (second / "losses.csv").read_bytes()
+    (second / "losses.csv").write_bytes(losses[: losses.index(b"\n31,") + 1])
+    (second / "metrics.csv").write_text("step,loss\n1," + "9" * 200_000 + "\n")  # more than csv's limit
+    config = json.loads((second / "config.json").read_text())
+    (second / "config.json").write_text(json.dumps({"options": config["options"], "starts": "none"}))
+    assert verify(first, second) == 0
+    text = f"the same bits: no digests (none can be read in {second}), 30 of 40 losses, 0 of 4 rows of metrics"
+    assert f"{text}; the last one is step 30" in capsys.readouterr().out
+    (second / "config.json").write_text('{"options": []}')
+    assert verify(first, second) == 2
 
 
 @pytest.mark.parametrize(
