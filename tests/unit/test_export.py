@@ -200,3 +200,19 @@ def test_without_the_package_the_line_names_it(tmp_path: Path, run: Path) -> Non
     ended = run_without({"safetensors"}, f"from photinus.cli.main import main; sys.exit(main({words}))")
     assert ended.returncode == 2
     assert ended.stderr.startswith("photinus: photinus export needs safetensors, which ")
+
+
+def test_types_of_8_bits_are_exported(tmp_path: Path) -> None:
+    model = Net()
+    model.register_buffer("scale", torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn))
+    with photinus.init("gloo", "cpu", seed=1):
+        model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loop = photinus.Loop(model, optimizer, points(), batch_size=8, epochs=1, out=tmp_path / "run", report=QUIET)
+        for inputs, targets in loop:
+            loop.backward(cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert export(tmp_path / "run", "-o", tmp_path / "a.safetensors") == 0
+    assert load_file(tmp_path / "a.safetensors")["scale"].dtype == torch.float8_e4m3fn
+    assert export(tmp_path / "run", "-o", tmp_path / "b.safetensors", "--dtype", "float16") == 0
+    assert load_file(tmp_path / "b.safetensors")["scale"].tolist() == [0.5, 448.0]
