@@ -406,3 +406,15 @@ def test_a_file_that_is_no_object_is_named(tmp_path, source):
     path.write_text(source)
     with pytest.raises(ValueError, match=str(path)):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"train_batch_size": 8, "train_batch_size": 16}', '{"train_batch_size": 8, "bf16": {"a": 1, "a": 1}}']
+)
+def test_a_key_that_the_file_has_twice_is_refused(tmp_path, text):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"ds.json is not JSON: an object has the key '\w+' 2 times. Leave it there once"
+    ):
+        read(path)

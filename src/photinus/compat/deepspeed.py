@@ -142,9 +142,8 @@ def deepspeed_config(
     auto = _check_auto({name: value for name, value in (auto or {}).items() if value is not None})
     notes: list[str] = []
     keys = read(content, "", ROOT, auto, notes)
-    strategy, strategy_options = _zero(
-        read(keys.get("zero_optimization", {}), "zero_optimization.", ZERO, auto, notes), notes
-    )
+    zero = read(keys.get("zero_optimization", {}), "zero_optimization.", ZERO, auto, notes)
+    strategy, strategy_options = _zero(zero, notes)
     train, micro, accumulation = _batch_sizes(keys, world_size)
     config = DeepSpeedConfig(
         train_batch_size=train,
@@ -171,12 +170,20 @@ def _content(source: Any) -> dict[str, Any]:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"deepspeed_config needs a path or a dict, got {type(source).__name__}")
     try:
-        content = json.loads(Path(source).read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = Path(source).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        content = json.loads(text, object_pairs_hook=_object)
+    except ValueError as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{source} holds a {type(content).__name__}, but an object {{...}} is needed")
     return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"an object has the key {twice[0]!r} {len(twice)} times. Leave it there once.")
+    return dict(pairs)
 
 
 def _check_auto(auto: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +191,8 @@ def _check_auto(auto: dict[str, Any]) -> dict[str, Any]:
     names = names.union(*map(kinds_of, (*_optimizers().values(), *SCHEDULES.values())))
     for name in auto:
         if name not in names:
-            suggestion = hint(str(name), names, show=repr)
-            raise ValueError(f"auto={{{name!r}: ...}}: DeepSpeed's configuration has no such key.{suggestion}")
+            near = hint(str(name), names, show=repr)
+            raise ValueError(f"auto={{{name!r}: ...}}: DeepSpeed's configuration has no such key.{near}")
     top = {"warmup_max_lr": auto["lr"]} if "lr" in auto else {}
     return {"warmup_min_lr": 0.0, **top, **auto}
 
@@ -203,12 +210,10 @@ def _batch_sizes(keys: Mapping[str, Any], world_size: int) -> tuple[int, int, in
     """Return the batch sizes of a step over all ranks and of a forward on one rank, and the forwards of a step."""
     sizes = {name: keys[name] for name in BATCHES if name in keys}
     train, micro, times = (sizes.get(name) for name in BATCHES)
-    if train is None and micro is None:
-        raise ValueError(
-            'train_batch_size or train_micro_batch_size_per_gpu is needed; if both are "auto", give one in auto={...}'
-        )
     if train is None:
-        assert micro is not None
+        if micro is None:
+            neither = "train_batch_size or train_micro_batch_size_per_gpu is needed"
+            raise ValueError(f'{neither}; if both are "auto", give one in auto={{...}}')
         return micro * (times or 1) * world_size, micro, times or 1
     if times is None:  # as few as the memory of a micro batch allows
         fits = (n for n in range(1, train + 1) if train % n == 0 and train // n <= (micro or train) * world_size)
@@ -279,16 +284,15 @@ def _optimizer(
         )
     kind: Any = next((kind for each, kind in _optimizers().items() if each.lower() == lower), None)
     if kind is None:
-        near = hint(name, _optimizers(), show=repr)
-        raise ValueError(f"optimizer.type {name!r}: torch.optim has no such optimizer.{near}")
+        raise ValueError(f"optimizer.type {name!r}: torch has no such optimizer.{hint(name, _optimizers(), show=repr)}")
     is_adam = lower in ("adam", "adamw")
     params = read(raw_params, "optimizer.params.", {**kinds_of(kind), **(ADAM if is_adam else {})}, auto, notes)
     if is_adam:
         defaults = {} if params.pop("torch_adam", False) else _ADAM
         if not params.pop("bias_correction", True):
             raise ValueError("optimizer.params.bias_correction false is not supported: torch's Adam always corrects")
-        decoupled = params.pop("adam_w_mode", True) or lower == "adamw"  # true also for "Adam": DeepSpeed's default
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        # By default "Adam" is AdamW, too, as in DeepSpeed.
+        kind = torch.optim.AdamW if params.pop("adam_w_mode", True) or lower == "adamw" else torch.optim.Adam
         params = defaults | params
     try:
         kind([torch.zeros(1, requires_grad=True)], **params)

@@ -178,8 +178,7 @@ def _range_test(
 ) -> _Curves:
     def rate(n: int, own: float) -> float:
         intervals = n / lr_range_test_step_size
-        if lr_range_test_staircase:
-            intervals = math.floor(intervals)
+        intervals = math.floor(intervals) if lr_range_test_staircase else intervals
         return float(lr_range_test_min_lr * (1 + lr_range_test_step_rate * intervals))
 
     return rate, None
