@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def refused(rank: int, folder: Path) -> dict[str, str]:
 
         return forward
 
+    local = namedtuple("local", "outputs")
     (folder / "kept.npy").write_text("kept")
     cases: dict[str, dict[str, Any]] = {
         "rank 1": {"forward": failing(1), "out": folder / "kept.npy"},
@@ -82,6 +84,10 @@ def refused(rank: int, folder: Path) -> dict[str, str]:
         "folder": {"out": folder},
         "both": {"out": folder / "x.npy", "on_all_ranks": True},
         "empty": {"dataset": TensorDataset(torch.zeros(0, 2))},
+        # Rank 0 alone has outputs, of a class that another process cannot look up.
+        "no pickle": {"dataset": points(8), "forward": lambda model, batch: local(batch[0])},
+        # Rank 0 alone unpickles, and PyTorch cannot.
+        "no unpickle": {"forward": lambda model, batch: batch[0].to(torch.float8_e4m3fn)},
     }
     found = {}
     for name, options in cases.items():
@@ -141,6 +147,8 @@ def test_predictions_have_the_bits_and_the_order_of_one_process(tmp_path: Path, 
             "folder": "is a folder",
             "both": "exclude each other",
             "empty": "is empty",
+            "no pickle": "local",
+            "no unpickle": "UntypedStorage",
         }.items():
             assert text in errors[name], (rank, name)
         assert errors["after"] == str(rank == 0)

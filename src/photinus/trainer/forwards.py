@@ -7,6 +7,7 @@ has a block, but for the last round.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -120,13 +121,16 @@ class Forwards:
 
     def share(self, value: T | None, take: Callable[[T], object], *, everywhere: bool = False) -> None:
         """Call `take` for what the ranks have in this round, in the order of the blocks: on rank 0, or everywhere."""
-        values: list[T | None] = [value]
+        values: list[Any] = [value]
         if self._session.world_size > 1:
+            # What cannot be pickled is an error of this rank, as all others are: it must not leave the exchange.
+            packed = self.attempt(partial(pickle.dumps, value))
             values = [None] * self._session.world_size
             if everywhere:
-                dist.all_gather_object(values, value)
+                dist.all_gather_object(values, packed)
             else:
-                dist.gather_object(value, values if self._session.is_main else None)
+                dist.gather_object(packed, values if self._session.is_main else None)
+            values = [self.attempt(partial(pickle.loads, each)) for each in values if each is not None]
         for each in values:
             if each is not None:
                 self.attempt(partial(take, each))

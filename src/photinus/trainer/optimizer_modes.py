@@ -19,9 +19,8 @@ _TRAINED = "training_weight"  # in a saved optimizer's state of a parameter
 
 def switching(objects: Iterable[Any]) -> list[Any]:
     """Return the optimizers among some objects that have `train()` and `eval()`."""
-    verbs = ("train", "eval")
     steppers = [each for each in objects if hasattr(each, "param_groups") and not isinstance(each, nn.Module)]
-    return [each for each in steppers if all(callable(getattr(each, verb, None)) for verb in verbs)]
+    return [each for each in steppers if all(callable(getattr(each, verb, None)) for verb in ("train", "eval"))]
 
 
 def is_training(optimizer: Any) -> bool:

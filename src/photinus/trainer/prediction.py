@@ -91,8 +91,7 @@ def predict(
 
 
 def _forward(model: nn.Module, batch: Any) -> Outputs:
-    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
-        batch = batch[0]
+    batch = batch[0] if isinstance(batch, (tuple, list)) and len(batch) in (1, 2) else batch
     if not isinstance(batch, Tensor):
         raise TypeError(
             f"a batch of this data set is a {type(batch).__name__}: give forward=..., which takes (model, batch) and "
