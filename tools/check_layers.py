@@ -54,11 +54,11 @@ BUDGET = {
     "job": 2289,
     "parallel": 5393,
     "run": 3496,
-    "runlog": 1213,
+    "runlog": 1212,
     "templates": 188,
     "tools": 2067,
     "top": 1043,
-    "trainer": 9804,
+    "trainer": 9803,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {
