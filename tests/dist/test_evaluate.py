@@ -85,7 +85,12 @@ def _fail(rank: int, strategy: str) -> dict[str, str]:
         def update(self, outputs: Tensor, targets: Tensor) -> None:
             raise ZeroDivisionError("in update")
 
+    class Local(Order):
+        def compute(self) -> Any:
+            return lambda: 0  # rank 0 alone computes it, and no other process can look it up
+
     cases: tuple[tuple[str, Any, Any, int], ...] = (
+        ("pickle", points(40), Local(), 8),
         ("metric", points(40), metric, 8),
         ("data", [points(40)[n] if n != 8 else None for n in range(40)], right, 8),  # in rank 1's first block
         ("update", points(40), Broken(), 8),
@@ -148,6 +153,7 @@ def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
             assert errors["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")
             assert errors["names"].startswith(f"{different}metrics=['by rank 0', 'right'] on rank 0, ['by rank 1', ")
             assert "a dataset needs __len__ and __getitem__; NoneType has no" in errors["kind"]
+            assert ("Local" if rank == 0 else "evaluate failed on rank 0") in errors["pickle"]
             assert errors["after"] == results[0]["failed"][strategy]["after"]
     # All evaluate the model that rank 0 would save.
     own, of_all, by_rank = zip(*(found["statistics"] for found in results), strict=True)

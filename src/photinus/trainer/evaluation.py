@@ -17,6 +17,7 @@ Discrete & Computational Geometry 18 (1997).
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -34,7 +35,7 @@ from .data.arguments import explains_unknown
 from .data.loader import Batch
 from .forwards import Data, Forwards
 from .objective import Objective, pair_of, sum_and_weight
-from .session.session import Session, require_session
+from .session.session import require_session
 
 _CPU = torch.device("cpu")
 _DISTRIBUTED = "distributed_available_fn"  # torchmetrics' own
@@ -144,14 +145,16 @@ def evaluate(
                 forwards.share(pair, update)
     # torchmetrics would add up what all ranks have, and rank 0 has seen all.
     with alone(objects.values()):
-        values = {name: forwards.attempt(each.compute) for name, each in objects.items() if session.is_main}
+        computed = {name: forwards.attempt(each.compute) for name, each in objects.items() if session.is_main}
+    values = {name: _plain(value) for name, value in computed.items()}
+    packed = forwards.attempt(partial(pickle.dumps, values)) if session.world_size > 1 else None
     with together("evaluate"):
         if forwards.error is not None:
             raise forwards.error
         parts = [part for each in sums.values() for part in each.parts()]
     found: dict[str, Any] = dict(zip(sums, _means(parts), strict=True))
     if objects:
-        found |= _from_main({name: _plain(value) for name, value in values.items()}, session)
+        found |= values if packed is None else _from_main(packed)
     session.aside_s += time.perf_counter() - started
     waiting_time.total_ns = waited_ns  # no part of a training step
     return {name: found[name] for name in metrics} if isinstance(metric, Mapping) else found["metric"]
@@ -228,12 +231,13 @@ def alone(metrics: Iterable[Any]) -> Iterator[None]:
             setattr(each, _DISTRIBUTED, value)
 
 
-def _from_main(values: dict[str, Any], session: Session) -> dict[str, Any]:
-    """Return rank 0's values on all ranks."""
-    shared = [values]
-    if session.world_size > 1:
-        dist.broadcast_object_list(shared, 0)
-    return shared[0]
+def _from_main(packed: bytes) -> dict[str, Any]:
+    """Return rank 0's values on all ranks, from its pickle. All ranks raise if one cannot unpickle them."""
+    shared = [packed]
+    dist.broadcast_object_list(shared, 0)
+    with together("evaluate"):
+        values: dict[str, Any] = pickle.loads(shared[0])
+    return values
 
 
 def _plain(value: Any) -> Any:
