@@ -117,6 +117,8 @@ def main(function: str, rank: str, world_size: str, backend: str, folder: str, a
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), int(world_size))
         dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world_size))
+        if backend == "gloo":
+            dist.barrier()  # a rank that ends while another still connects to it makes that one fail
     value = call(rank=int(rank), world_size=int(world_size), **json.loads(arguments))
     Path(folder, f"{rank}.json").write_text(json.dumps(value))
     if backend == "gloo":

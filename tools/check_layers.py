@@ -52,7 +52,7 @@ BUDGET = {
     "cli": 988,
     "compat": 612,
     "job": 2289,
-    "parallel": 5393,
+    "parallel": 5403,
     "run": 3496,
     "runlog": 1212,
     "templates": 188,

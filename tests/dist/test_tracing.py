@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import photinus
@@ -105,6 +106,30 @@ def assert_rows_nest(events: list[dict[str, Any]]) -> None:
             around.pop()
         assert not around or event["ts"] + event["dur"] <= around[-1]["ts"] + around[-1]["dur"] + 0.01, (event, around)
         around.append(event)
+
+
+def profiled_exchanges(rank: int, world_size: int, folder: str) -> list[str]:
+    """The names of exchanges that a profiler shows without their ends, although all were waited for."""
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.05)
+    path = Path(folder, f"profile.{rank}.json")
+    with torch.profiler.profile() as profile:
+        for _ in range(20):
+            dist.all_reduce(torch.ones(4), async_op=True).wait()
+            ddp(torch.ones(8, 128)).sum().backward()
+    profile.export_chrome_trace(str(path))
+    shown = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith(("bucket ", "photinus:"))]
+    assert len(shown) >= 20 * BUCKETS
+    return [e["name"] for e in shown if not e["args"].get("finished", True)]
+
+
+@pytest.mark.parametrize("backend", ["photinus", "gloo"])
+def test_a_profiler_has_the_end_of_each_exchange_that_was_waited_for(backend: str, tmp_path: Path) -> None:
+    """One that ends later writes into memory that the profiler has given back."""
+    arguments = {"folder": str(tmp_path)}
+    results = run_ranks(
+        "tests.dist.test_tracing:profiled_exchanges", world_size=2, backend=backend, arguments=arguments
+    )
+    assert [result.value for result in results] == [[], []]
 
 
 class HostName(str):

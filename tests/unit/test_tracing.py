@@ -99,12 +99,13 @@ def test_an_exchange_is_shown_until_its_work_is_done() -> None:
         def get_future(self) -> Any:
             return self.future
 
-    work: Any = Work()
+        def wait(self) -> None:
+            time.sleep(0.05)
+            self.future.set_result(None)
+
     with torch.profiler.profile() as profiler:
-        assert until_done("bucket 0", lambda: work) is work
-        time.sleep(0.05)
-        work.future.set_result(None)
-        assert until_done("bucket 1", object) is not work  # without a future: its start is shown
+        until_done("bucket 0", Work).wait()
+        until_done("bucket 1", object)  # without a future: its start is shown
         time.sleep(0.05)
     milliseconds = {event.name: event.time_range.elapsed_us() / 1e3 for event in profiler.events()}
     assert milliseconds["bucket 0"] >= 50 > milliseconds["bucket 1"]

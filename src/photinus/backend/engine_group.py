@@ -26,7 +26,7 @@ from .arguments import UNSET, Memory, Wires
 from .process_group import GroupParts, InnerGloo, Limit, ProcessGroup
 from .torch_tools import begin_call, end_event, outside_dynamo
 from .updates import Updates
-from .work import Completer, CudaWork, EngineWork, end_event_with
+from .work import Completer, CudaWork, EngineWork
 
 Part = engine.Part
 
@@ -167,7 +167,7 @@ class EngineGroup(ProcessGroup):
             raise
         work = kind(handle, outputs, self._completer.submit, finish)
         if event is not None:
-            end_event_with(event, handle, self._completer.submit)
+            work.end_event_when_done(event)
         # Large ones would hold memory that the caller believes to be free.
         if sum(map(_kept_bytes, outputs)) <= _RECENT_BYTES:
             self._recent.append(work)

@@ -29,7 +29,7 @@ from .arguments import Memory, as_options, one_tensor, tensor_list, transfer_typ
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
 from .torch_tools import begin_event, end_event, outside_dynamo
 from .updates import parameters_of_new_ddp
-from .work import CudaWork, EngineWork, end_event_with
+from .work import CudaWork, EngineWork
 
 _BROADCAST = engine.OPERATIONS["broadcast"]
 _ALL_GATHER = engine.OPERATIONS["all_gather"]
@@ -226,7 +226,7 @@ class EngineMoves(EngineGroup):
         work_type = EngineWork if memory.device is None else CudaWork
         work = work_type(handle, [output], self._completer.submit, memory)
         if event is not None:
-            end_event_with(event, handle, self._completer.submit)
+            work.end_event_when_done(event)
         self._do = self._do_and_look
         self._raise_lost()
         return work

@@ -41,7 +41,7 @@ from ..errors import CollectiveError, PhotinusError
 from ..waiting_time import waiting_time
 from . import torch_tools
 from .arguments import Memory
-from .torch_tools import end_event, outside_dynamo
+from .torch_tools import outside_dynamo
 
 NO_TIMEOUT = timedelta(0)
 
@@ -210,15 +210,6 @@ class Completer:
                     return item, error
 
 
-def end_event_with(event: Any, handle: Work, submit: Submit) -> None:
-    """Ends the event with the operation, on another thread: that is what makes it asynchronous in the timeline.
-
-    torch 2.11 leaves such events out.
-    """
-    # `sees=False`: the error is for the thread that waits for the work, and not for this one.
-    submit(handle, partial(handle.wait, sees=False), lambda _: end_event(event), False)
-
-
 class _Work(dist.Work):
     """The methods that follow from wait(), is_completed() and exception()."""
 
@@ -335,6 +326,13 @@ class EngineWork(_Work):
         else:
             self._submit(self._handle, self._wait_and_finish, partial(self._complete, ended), may_exchange)
         return result
+
+    def end_event_when_done(self, event: Any) -> None:
+        """Ends what `begin_event` returned with the operation, before anybody's wait for this work returns.
+
+        torch writes the end into the profiler's memory, which is somebody else's once that profiler has stopped.
+        """
+        self._future = event._call_end_callbacks_on_future(self._make_future(False))
 
     def _new_future(self) -> Future[Any]:
         return Future()

@@ -6,11 +6,12 @@ on, a span costs one question.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
+from torch.futures import Future
 from torch.profiler import record_function
 
 from ..exchange.collectives import Pending
@@ -34,9 +35,9 @@ def is_followed() -> bool:
     return _follower is not None
 
 
-def span(name: str) -> contextlib.AbstractContextManager[object]:
+def span(name: str) -> AbstractContextManager[object]:
     """A profiler shows the block as `name`."""
-    return record_function(name) if profiler_is_on() else contextlib.nullcontext()
+    return record_function(name) if profiler_is_on() else nullcontext()
 
 
 def forward_began() -> None:
@@ -75,6 +76,24 @@ def forward_ended(outputs: object) -> None:
             tensor.register_hook(reached)
 
 
+class _WithSpan:
+    """An exchange, and the end of the span by which a profiler shows it."""
+
+    def __init__(self, work: Pending, end: Future[Any]) -> None:
+        self._work = work
+        self._end = end
+
+    def wait(self) -> None:
+        """Blocks until the operation is done; raises what went wrong."""
+        self._work.wait()
+        # torch writes the end into the profiler's memory, which is somebody else's once that profiler has stopped.
+        self._end.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether a wait would return or raise immediately."""
+        return self._work.is_completed()
+
+
 def until_done(name: str, start: Callable[[], Pending]) -> Pending:
     """Starts an exchange and returns its work. A profiler shows it as `name` until it has ended.
 
@@ -84,7 +103,8 @@ def until_done(name: str, start: Callable[[], Pending]) -> Pending:
         return start()
     with record_function(name) as event:
         work: Any = start()
-        with contextlib.suppress(AttributeError, RuntimeError):
-            event._call_end_callbacks_on_future(work.get_future())
-    pending: Pending = work
-    return pending
+        try:
+            future = work.get_future()
+        except (AttributeError, RuntimeError):
+            return cast(Pending, work)
+        return _WithSpan(work, event._call_end_callbacks_on_future(future))

@@ -207,7 +207,7 @@ def _device_is_done() -> bool:
 
 
 def _recorded(profiler: profile) -> tuple[int, list[Event]]:
-    """The profiler's time base and events. Of those that have not ended, it keeps the exchanges of buckets."""
+    """The profiler's time base, and the events that have ended."""
     if profiler.profiler is None:  # it was to begin later
         return 0, []
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -219,8 +219,7 @@ def _recorded(profiler: profile) -> tuple[int, list[Event]]:
         event
         for event in recorded["traceEvents"]
         # The profiler's own rows have words for pids.
-        if isinstance(event["pid"], int)
-        and (event.get("args", {}).get("finished", True) or event["name"].startswith(_BUCKET))
+        if isinstance(event["pid"], int) and event.get("args", {}).get("finished", True)
     ]
     return recorded.get("baseTimeNanoseconds", 0), events
 
