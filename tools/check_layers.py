@@ -48,11 +48,11 @@ FLOORS = {
 # Python: room -> most lines of code (neither blank, nor comment, nor docstring). A commit that raises one says which
 # promise the lines keep.
 BUDGET = {
-    "backend": 2236,
+    "backend": 2244,
     "cli": 988,
     "compat": 612,
     "job": 2289,
-    "parallel": 5403,
+    "parallel": 5411,
     "run": 3496,
     "runlog": 1212,
     "templates": 188,

@@ -67,6 +67,40 @@ def _fill_a_queue(rank: int, world_size: int, store: str) -> dict[str, Any]:
     return {"sums": sums, "seconds": took_s}
 
 
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_collective_of_the_main_thread_follows_those_of_callbacks(profiled: bool) -> None:
+    arguments = {"profiled": profiled}
+    function = f"{__name__}:_call_beside_callbacks"
+    for sums in values(run_ranks(function, world_size=2, backend="photinus", arguments=arguments)):
+        assert sums == [[3.0, 30.0]] * 20
+
+
+def _call_beside_callbacks(rank: int, world_size: int, profiled: bool) -> list[list[float]]:
+    """The sums of an all_reduce here and of one in a callback, which rank 1 begins later."""
+    import contextlib
+
+    import torch
+    import torch.distributed as dist
+
+    def call_later(future: Any) -> float:
+        time.sleep(0.01 * rank)
+        return all_reduce(10.0 * (rank + 1))
+
+    def all_reduce(value: float) -> float:
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    sums = []
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
+        for _ in range(20):
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            assert work is not None
+            called = work.get_future().then(call_later)
+            sums.append([all_reduce(rank + 1.0), called.wait()])
+    return sums
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize("world_size", [2, 4])

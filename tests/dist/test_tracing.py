@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,43 @@ def test_a_profiler_has_the_end_of_each_exchange_that_was_waited_for(backend: st
         "tests.dist.test_tracing:profiled_exchanges", world_size=2, backend=backend, arguments=arguments
     )
     assert [result.value for result in results] == [[], []]
+
+
+def exchanges_of_a_rank_that_waits(rank: int, world_size: int) -> list[list[float]]:
+    """The begin and the end of each bucket on rank 0, while rank 1 begins its backward later."""
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.05)
+    for _ in range(2):  # buckets are built in the first step
+        with torch.profiler.profile() as profile:
+            loss = ddp(torch.ones(8, 128)).sum()
+            if rank == 1:
+                time.sleep(0.2)
+            loss.backward()
+    spans = [event.time_range for event in profile.events() if event.name.startswith("bucket ")]
+    return [[span.start, span.end] for span in spans]
+
+
+@pytest.mark.parametrize("backend", ["photinus", "gloo"])
+def test_a_profiler_does_not_make_an_exchange_wait_for_the_one_before(backend: str) -> None:
+    function = "tests.dist.test_tracing:exchanges_of_a_rank_that_waits"
+    spans = run_ranks(function, world_size=2, backend=backend)[0].value
+    assert len(spans) == BUCKETS
+    assert max(begin for begin, _ in spans) < min(end for _, end in spans)
+
+
+def error_of_a_dropped_exchange(rank: int, world_size: int) -> str:
+    with torch.profiler.profile():
+        dist.all_reduce(torch.ones(2 + rank), async_op=True)
+        time.sleep(0.5)
+        try:
+            dist.all_reduce(torch.ones(2))
+        except photinus.MismatchError as error:
+            return str(error)
+    return "none"
+
+
+def test_a_profiler_does_not_hide_the_error_of_an_exchange_that_nobody_waited_for() -> None:
+    for result in run_ranks("tests.dist.test_tracing:error_of_a_dropped_exchange", world_size=2, backend="photinus"):
+        assert "rank 1 called all_reduce of float32[3]" in result.value
 
 
 class HostName(str):

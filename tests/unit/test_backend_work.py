@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from photinus.backend.work import EngineWork
+import pytest
+import torch
+
+from photinus.backend.work import EngineWork, JoinedWork
+from photinus.errors import CollectiveError
 
 
 class _Handle:
@@ -22,6 +28,9 @@ class _Handle:
     def is_completed(self) -> bool:
         return True
 
+    def see(self) -> bool:
+        return False
+
     def error(self, sees: bool = True) -> Exception | None:
         return self._error
 
@@ -31,9 +40,12 @@ def _work(copied: list[float], error: Exception | None = None) -> EngineWork:
         time.sleep(0.05)
         copied.append(time.monotonic())
 
-    handle: Any = _Handle(error)
     finish: Any = copy_back
-    return EngineWork(handle, [], lambda wait, complete: None, finish)
+    return EngineWork(_handle(error), [], lambda wait, complete: None, finish)
+
+
+def _handle(error: Exception | None) -> Any:
+    return _Handle(error)
 
 
 def test_threads_that_wait_for_one_work_find_its_results_copied_back_once() -> None:
@@ -60,3 +72,38 @@ def test_nothing_is_copied_back_after_a_failure() -> None:
     assert work.is_completed()
     assert not work.is_success()
     assert copied == []
+
+
+def _poll(work: EngineWork) -> None:
+    while not work.is_completed():
+        time.sleep(0.001)
+
+
+def _wait_for_future(work: EngineWork) -> None:
+    work.get_future().wait()  # as torch's DDP does
+
+
+def _wait_behind_a_failure(work: EngineWork) -> None:
+    failed = _work([], CollectiveError("lost"))
+    with pytest.raises(CollectiveError, match="lost"):
+        JoinedWork([failed, work], []).wait()
+
+
+@pytest.mark.parametrize("error", [None, OSError("lost")])
+@pytest.mark.parametrize("find_end", [EngineWork.wait, _poll, _wait_for_future, _wait_behind_a_failure])
+def test_a_work_is_completed_after_a_profiler_has_its_end(
+    find_end: Callable[[EngineWork], object], error: Exception | None
+) -> None:
+    """Otherwise the profiler could stop before, and the end would be written into memory that it has given back."""
+
+    def submit(handle: Any, finish: Callable[[], object], complete: Callable[[None], None], may_exchange: bool) -> None:
+        threading.Timer(0.1, complete, [None]).start()
+
+    with torch.profiler.profile() as profiler:
+        work = EngineWork(_handle(error), [], submit)
+        work.end_event_when_done(torch.profiler.record_function("exchange").__enter__())
+        with suppress(OSError, RuntimeError):
+            find_end(work)
+    (shown,) = (event for event in profiler.events() if event.name == "exchange")
+    assert shown.time_range.elapsed_us() >= 100_000
+    assert work.exception() is error

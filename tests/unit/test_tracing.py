@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,21 +94,31 @@ def test_shares_are_sums_over_the_events_of_the_device_where_there_are_some() ->
 
 def test_an_exchange_is_shown_until_its_work_is_done() -> None:
     class Work:
-        future: Any = torch.futures.Future()
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error = error
+            self.future: Any = torch.futures.Future()
 
         def get_future(self) -> Any:
             return self.future
 
         def wait(self) -> None:
-            time.sleep(0.05)
-            self.future.set_result(None)
+            threading.Timer(0.05, self.future.set_result, [None]).start()
+            if self.error is not None:
+                raise self.error
+
+        def is_completed(self) -> bool:
+            return True
 
     with torch.profiler.profile() as profiler:
-        until_done("bucket 0", Work).wait()
+        shown = until_done("bucket 0", Work)
+        assert not shown.is_completed(), "the work is, and its span has not ended"
+        shown.wait()
+        assert shown.is_completed()
         until_done("bucket 1", object)  # without a future: its start is shown
-        time.sleep(0.05)
+        with pytest.raises(OSError, match="lost"):
+            until_done("bucket 2", lambda: Work(OSError("lost"))).wait()
     milliseconds = {event.name: event.time_range.elapsed_us() / 1e3 for event in profiler.events()}
-    assert milliseconds["bucket 0"] >= 50 > milliseconds["bucket 1"]
+    assert min(milliseconds["bucket 0"], milliseconds["bucket 2"]) >= 50 > milliseconds["bucket 1"]
 
 
 def test_one_process_is_traced_without_a_process_group(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ class EngineGroup(ProcessGroup):
         self._recent: deque[EngineWork] = deque(maxlen=_RECENT_WORKS)
 
     def _do_and_look(self, call: Call) -> None:
+        if self._completer.pending:
+            self.wait_for_callbacks()
         self._run_now(call)
         self._raise_lost()
 

@@ -88,9 +88,8 @@ class Completer:
         self._name = name
         self._ended = _native.EndedWorks()
         self._taking = threading.Lock()  # held by the thread that takes the next item, until it has seen to a successor
-        self._lock = (
-            threading.Lock()
-        )  # guards what follows; a condition's may stay locked where a signal's handler raises
+        # The lock guards what follows. A condition's own may stay locked where a signal's handler raises.
+        self._lock = threading.Lock()
         self._callbacks_ended = threading.Condition(self._lock)
         self._pending: dict[int, _Item] = {}  # items whose callbacks may start collectives, and have not all run
         self._idle: set[threading.Thread] = set()  # that take items, or wait to
@@ -260,6 +259,7 @@ class EngineWork(_Work):
         if finish:
             self._finishing = threading.Lock()
         self._future: Future[Any] | None = None
+        self._event_end: Future[None] | None = None  # of the profiler that shows this operation
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Blocks without the GIL until the operation is done. Raises CollectiveError subclasses of photinus.errors.
@@ -268,10 +268,11 @@ class EngineWork(_Work):
             timeout: of this wait; 0 means until the operation's own deadline.
         """
         began = waiting_time.begin() if waiting_time.on else 0
-        if timeout == NO_TIMEOUT:
-            self._handle.wait()
-        else:
-            self._handle.wait(timeout.total_seconds())
+        try:
+            self._handle.wait(0.0 if timeout is NO_TIMEOUT else timeout.total_seconds())
+        finally:
+            if self._event_end is not None and self._handle.is_completed():
+                self._event_end.wait()
         if self._finish is not None:
             self._copy_back()
         if self._future is not None:
@@ -293,7 +294,7 @@ class EngineWork(_Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended, with or without an error, and its outputs hold the result."""
-        if not self._handle.is_completed():
+        if not self._handle.is_completed() or not (self._event_end is None or self._event_end.done()):
             return False
         # Who finds it completed reads the outputs without waiting.
         if self._finish is not None and self._handle.error(sees=False) is None:
@@ -306,6 +307,8 @@ class EngineWork(_Work):
 
     def _see(self) -> None:
         self._handle.see()
+        if self._event_end is not None and self._handle.is_completed():
+            self._event_end.wait()
 
     def get_future(self) -> Future[Any]:
         """A future of the list of output tensors. An error reaches C++ and Python as RuntimeError with our text."""
@@ -328,16 +331,21 @@ class EngineWork(_Work):
         return result
 
     def end_event_when_done(self, event: Any) -> None:
-        """Ends what `begin_event` returned with the operation, before anybody's wait for this work returns.
+        """Ends what `begin_event` returned with the operation, before anybody can find this work completed.
 
         torch writes the end into the profiler's memory, which is somebody else's once that profiler has stopped.
         """
-        self._future = event._call_end_callbacks_on_future(self._make_future(False))
+        ended: Future[None] = Future()
+        # `sees=False`: the error is for the thread that waits for the work, and not for this one.
+        self._submit(self._handle, partial(self._handle.wait, sees=False), lambda _: ended.set_result(None), False)
+        self._event_end = event._call_end_callbacks_on_future(ended)
 
     def _new_future(self) -> Future[Any]:
         return Future()
 
     def _complete(self, ended: Future[Any], error: BaseException | None) -> None:
+        if self._event_end is not None:
+            self._event_end.wait()
         ended.set_result(list(self._outputs) if error is None else f"{type(error).__name__}: {error}")
 
     def source_rank(self) -> int:
@@ -403,7 +411,7 @@ class CudaWork(EngineWork):
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended, with or without an error, and its outputs hold the result."""
-        if not self._handle.is_completed():
+        if not self._handle.is_completed() or not (self._event_end is None or self._event_end.done()):
             return False
         if self._handle.error(sees=False) is not None:
             return True

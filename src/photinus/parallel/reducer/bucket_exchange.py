@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
 from ..exchange.collectives import GroupAverage, Pending, wait_for_callbacks
+from ..tracing.spans import future_of
 from .autograd import keep_until_read
 from .buckets import Bucket
 
@@ -67,7 +68,7 @@ class _CopyBack:
 
     def get_future(self) -> Any:
         """That of the exchange, which a profiler shows."""
-        return cast(Any, self._work).get_future()
+        return future_of(self._work)
 
 
 class GradBucket:
