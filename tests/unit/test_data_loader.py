@@ -19,7 +19,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import photinus
+from photinus.parallel.ddp.sync_batch_norm import Part
 from photinus.trainer.data.arguments import taken_apart
+from photinus.trainer.data.loader import running_weight
 from tests.small_run import QUIET, Numbered, points, right
 
 NUMBERS = Numbered(10)
@@ -161,3 +163,31 @@ def test_a_distributed_sampler_gives_the_seed_of_the_order_alone(world: Any) -> 
 
 def _with_noise(samples: list[int]) -> tuple[list[int], float]:
     return samples, float(torch.rand(()))
+
+
+def test_a_pass_inside_a_pass_leaves_the_outer_one_its_weight_and_its_part() -> None:
+    # Of 9 samples by 4, rank 1 of 2 has none in the last batch; of 15 by 5, it has 2 of 5 in each.
+    outer = photinus.loader(Numbered(15), batch_size=5, place=(1, 2))
+    inner = photinus.loader(Numbered(4), batch_size=4, train=False, place=(1, 2))
+    short = photinus.loader(Numbered(9), batch_size=4, shuffle=False, place=(1, 2))
+    for _ in outer:
+        assert [running_weight() for _ in inner] == [1.0]
+        assert running_weight() == pytest.approx(0.8)
+    assert running_weight() == 1.0
+    for place, _ in enumerate(short):
+        assert len([*inner]) == 1
+        assert (running_weight(), Part.is_counted) == ((0.0, False) if place == 2 else (1.0, True))
+    for _ in zip(outer, short, strict=False):
+        pass
+    assert (running_weight(), Part.is_counted) == (1.0, True)
+
+
+def test_a_pass_in_the_body_of_a_loop_leaves_it_its_part(world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    loop = photinus.Loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), NUMBERS, batch_size=10, epochs=1, report=QUIET
+    )
+    for _ in loop:
+        Part.is_counted = False  # as where the batch has no sample for this rank
+        assert len([*photinus.loader(NUMBERS, batch_size=5)]) == 2
+        assert not Part.is_counted

@@ -57,14 +57,14 @@ _SETTINGS = ("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", 
 _LATE_S = 30.0  # a sample that is only to be compared
 
 _loaded: str | None = None  # file from which `photinus.load` restored an optimizer to continue a training
-_running: Loader | None = None  # the loader whose plain pass yielded the present batch
+_running: list[Loader] = []  # loaders whose plain pass has not ended; the last one yielded the present batch
 _in_pass: weakref.WeakSet[Loader] = weakref.WeakSet()  # training loaders
 _warned_of_weights = _warned_of_twins = False
 
 
 def running_weight() -> float:
     """The weight of the batch that a plain pass handed out last, while its pass runs; else 1."""
-    return 1.0 if _running is None else _running.weight
+    return _running[-1].weight if _running else 1.0
 
 
 def note_loaded(path: str) -> None:
@@ -452,7 +452,6 @@ class Loader:
         return {**found, "shuffle": self.shares.shuffle, **order, **parts}
 
     def _plain(self) -> Iterator[Any]:
-        global _running
         epoch, start = self._next  # not in iter(): a checkpoint may be loaded between that and the first batch
         self._next = (epoch + 1, 0)  # counted here and not at the pass's end: one that is left early is over, too
         self._position = (epoch, start)
@@ -461,20 +460,22 @@ class Loader:
         if not isinstance(self.shares, ShardedOnce):
             rng.set_ranks_apart(self.shares.rank)
             self._warn_of_a_twin()
-        done = start
+        done, before = start, bool(_running) or Part.is_counted  # a Loop's body may read a second loader
         try:
             for batch in self.epoch(epoch, start):
                 done = batch.index + 1
                 self._position = (epoch, done) if batch.to_come else (epoch + 1, 0)
                 # Equal parts have the weight 1.0, which nobody needs to use.
-                self._weight, self._weight_used, _running = batch.weight, batch.weight == 1.0, self
+                self._weight, self._weight_used = batch.weight, batch.weight == 1.0
                 Part.is_counted = batch.samples > 0
+                _running[:] = [*(each for each in _running if each is not self), self]
                 yield batch.data
                 self._warn_of_unused_weight()
             self._position = (epoch + 1, 0)
         finally:
             _in_pass.discard(self)
-            _running, Part.is_counted = None if _running is self else _running, True
+            _running[:] = [each for each in _running if each is not self]
+            Part.is_counted = _running[-1]._weight > 0 if _running else before
             of = "" if isinstance(self.shares, StreamShares) else f" of {len(self)}"
             note_place(f"{done}{of} batches of an epoch of its loader")
 
