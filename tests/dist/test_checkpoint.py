@@ -327,3 +327,18 @@ def test_small_state_errors_and_the_choice_of_a_checkpoint_travel_between_ranks(
         assert ("failed on rank 0" in told[2]) == (rank > 0)
         assert told[3] == "step 3 weight [0]"
         assert told[4] == "step 3 weight [0]"  # ranks that find another one get that of rank 0
+
+
+def saves_under_an_odd_name(rank: int, world_size: int, folder: str) -> Any:
+    """Saves and loads a file whose name is not UTF-8; rank 1 waits for rank 0 in between."""
+    path = os.path.join(folder, os.fsdecode(b"\xff.pt"))
+    save(path, numbers=torch.arange(4))
+    with together(f"reading {path}", is_long=True):
+        time.sleep(0.3 * (rank == 0))
+    return load(path)["numbers"].tolist()
+
+
+def test_a_file_whose_name_is_not_utf8_is_saved_and_loaded(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path)}
+    results = run_ranks(f"{__name__}:saves_under_an_odd_name", world_size=2, backend="photinus", arguments=arguments)
+    assert values(results) == [[0, 1, 2, 3]] * 2

@@ -156,7 +156,7 @@ class LongWork:
 
     def __init__(self, doing: str) -> None:
         global _work_count
-        self._rank, self._doing = dist.get_rank(), doing
+        self._rank, self._doing = dist.get_rank(), doing.encode(errors="replace").decode()  # a path may be no UTF-8
         self._missing = list(range(dist.get_world_size()))
         self._store: Any = dist.distributed_c10d._get_default_store()  # None for MPI
         self._before, _work_count = f"photinus/long work/{_work_count}", _work_count + 1

@@ -23,6 +23,7 @@ import os
 import re
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,12 +121,7 @@ class Checkpoint:
             self.verify()
         state = {}
         for entry in self.entries if only is None else only:
-            path = self._place / file_name(entry)
-            mmap = entry in mapped and str(path).encode(errors="replace") == os.fsencode(path)  # torch maps UTF-8 only
-            try:
-                state[entry] = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-            except Exception as error:
-                raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+            state[entry] = load_file(self._place / file_name(entry), map_location, mapped=entry in mapped)
         return state
 
     def _fingerprints(self) -> list[tuple[int, ...]]:
@@ -138,6 +134,16 @@ class Checkpoint:
             except OSError:
                 prints.append(())
         return prints
+
+
+def load_file(path: Path, map_location: Any = "cpu", *, mapped: bool) -> Any:
+    """Return what torch.load reads from a file, mapped if possible. Raises CheckpointError."""
+    # torch maps zip archives only, and only at paths that are UTF-8.
+    mapped = mapped and str(path).encode(errors="replace") == os.fsencode(path) and zipfile.is_zipfile(path)
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 class CheckpointFolder:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import sys
-import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from .durable import (
     temporary_folder,
     verify_archive,
 )
-from .folder import find_checkpoint, on_all_ranks, seen_by_all
+from .folder import find_checkpoint, load_file, on_all_ranks, seen_by_all
 from .image import Content
 from .state_memory import HostImage
 from .states import PlainState, apply_states, bytes_held, check_states, local_states, state_of
@@ -236,10 +235,7 @@ def read_state_file(path: Path, *, mapped: bool, verified: bool) -> dict[str, An
     """
     if not verified:
         _verify(path)
-    try:
-        states = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    states = load_file(path, mapped=mapped)
     if not isinstance(states, dict):
         raise CheckpointError(f"{path} holds a {type(states).__name__}, not a dict of named states")
     return states
