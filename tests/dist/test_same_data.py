@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import photinus
 from photinus.trainer.data import same_data
@@ -180,3 +180,36 @@ def test_equal_data_are_accepted_and_fetching_them_changes_no_generator() -> Non
         assert rank["its own"]
         assert rank["opened"] is None
         assert rank["fetched"] == [8, 2]
+
+
+class Numbers(IterableDataset[int]):
+    """A stream of whole numbers."""
+
+    def __init__(self, start: int, step: int) -> None:
+        self.start, self.step = start, step
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, 16, self.step)
+
+
+def read_streams(rank: int, world_size: int) -> dict[str, str]:
+    """By what each rank reads: the error."""
+    texts = {}
+    for name, stream in {"the same": Numbers(0, 2), "divided by rank": Numbers(rank, world_size)}.items():
+        for workers in (0, 1):
+            for shuffle in (False, True):
+                loader = photinus.loader(stream, batch_size=4, shuffle=shuffle, num_workers=workers)
+                try:
+                    texts[f"{name}, {workers}, {shuffle}"] = str(sum(len(each) for _ in range(2) for each in loader))
+                except ValueError as error:
+                    texts[f"{name}, {workers}, {shuffle}"] = str(error)
+    return texts
+
+
+def test_a_stream_that_divides_itself_by_rank_is_refused_before_the_first_batch() -> None:
+    for texts in values(run_ranks("tests.dist.test_same_data:read_streams", world_size=2, backend="gloo")):
+        assert {text for name, text in texts.items() if name.startswith("the same")} == {"8"}
+        for name, text in texts.items():
+            if name.startswith("divided"):
+                assert "the first sample of shard 0 of 1 of Numbers on rank 1 differs from that on rank 0" in text, name
+                assert "of one that is divided by rank already, samples would be lost" in text, name

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import photinus
 from photinus.trainer.checkpoint.states import state_of
+from photinus.trainer.data.stream import StreamShares
 from tests.small_run import QUIET, fingerprint
 from tests.streams import ALL, KINDS, Split, Threads, Whole, files, of_shard
 
@@ -453,6 +454,16 @@ def test_a_stream_that_has_a_length_after_all_is_read_as_a_stream() -> None:
 def test_what_cannot_be_is_refused(dataset: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         next(photinus.loader(dataset, **{"batch_size": 8, **options}).epoch(0))
+
+
+def test_a_stream_that_split_dataset_by_node_divided_is_refused() -> None:
+    stream = Whole()
+    stream._distributed = (0, 2)  # as Hugging Face's function leaves it
+    photinus.loader(stream, batch_size=8)  # one process reads all that it gets
+    with pytest.raises(
+        ValueError, match=r"this Whole is one rank's part of a stream already.*Leave split_dataset_by_n"
+    ):
+        StreamShares(stream, 8, rank=0, world_size=2)
 
 
 def pairs(shard: int, shards: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -46,7 +46,7 @@ from .arguments import (
     taken_apart,
     whole_number,
 )
-from .same_data import compare_samples
+from .same_data import compare_descriptions, compare_samples
 from .sampler import ORDER, GlobalBatches, LocalBatch, ShardBatches, ShardedOnce
 from .stream import Piece, ShardReader, State, StreamShards, StreamShares, agreeing, is_stream
 from .workers import BatchRequest, Fetch, explaining, make_data_loader, start_workers
@@ -381,6 +381,14 @@ class Loader:
         if place_in_group()[1] > 1 and not isinstance(self.shares, StreamShares):
             compare_samples(what, self.dataset, self._described)
 
+    def _compare_streams(self, shares: StreamShares, pieces: Sequence[Piece]) -> None:
+        """Raise ValueError on all ranks if those that read the same shard have different first samples of it."""
+        first = {number: one for piece in pieces for number, one in piece.first.items()}
+        if place_in_group()[1] > 1:
+            of = f"of {shares.shards} of {type(self.dataset).__name__}"
+            own = {f"the first sample of shard {number} {of}": one for number, one in first.items()}
+            compare_descriptions("data", own if env.COMPARE_DATA.get() else {})
+
     def warn_of_single_samples(self, models: Iterable[torch.nn.Module]) -> None:
         """Warn if an epoch's last batch has one sample for some rank, and a batch norm that needs two would raise."""
         shares = self.shares
@@ -589,6 +597,8 @@ class Loader:
                 with agreeing(shares, f"batch {first + len(queue)} of the stream") as counts:
                     pieces = [next(reader) for reader in readers]
                     counts[:] = sum(each.samples for each in pieces), sum(not each.samples for each in pieces)
+                if pieces[0].first:
+                    self._compare_streams(shares, pieces)
                 total, idle = counts
                 has_ended = not total or (shares.drop_last and total < shares.batch_size)
                 if idle > was_idle and not has_ended:

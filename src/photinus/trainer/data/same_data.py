@@ -62,7 +62,11 @@ def compare_samples(what: str, dataset: Any, load: Load) -> None:
     Raises:
         ValueError: they differ; on all ranks.
     """
-    own = _describe(dataset, load) if env.COMPARE_DATA.get() else {}
+    compare_descriptions(what, _describe(dataset, load) if env.COMPARE_DATA.get() else {})
+
+
+def compare_descriptions(what: str, own: Mapping[str, Description]) -> None:
+    """The same for what is described already, by name; ranks need not have the same names."""
     everyone = [json.loads(text) for text in all_gather_bytes(json.dumps(own).encode(), resolve_group(None))]
     for name in dict.fromkeys(name for each in everyone for name in each):
         found = {rank: each[name] for rank, each in enumerate(everyone) if name in each}
@@ -71,9 +75,10 @@ def compare_samples(what: str, dataset: Any, load: Load) -> None:
         if others:
             raise ValueError(
                 f"the ranks were given different {what}: {name} on {name_ranks(others)} differs from that on rank "
-                f"{first}. All ranks need the same data set, which Photinus divides among them. A split or a shuffle "
-                f"without a seed differs on each rank: call photinus.init(seed=0) before it, or give its generator a "
-                f"seed. Sort lists of files. If the difference is on purpose, set {env.COMPARE_DATA.name}=0."
+                f"{first}. All ranks need the same data set, which Photinus divides among them: of one that is divided "
+                f"by rank already, samples would be lost. A split or a shuffle without a seed differs on each rank: "
+                f"call photinus.init(seed=0) before it, or give its generator a seed. Sort lists of files. If the "
+                f"difference is on purpose, set {env.COMPARE_DATA.name}=0."
             )
 
 

@@ -36,6 +36,7 @@ from ...errors import PhotinusError
 from ...parallel.exchange.collectives import control_device
 from .arguments import whole_number
 from .rng import derive_seed, keep_generators, seed_host_streams, state_of
+from .same_data import Description, describe
 from .sampler import part_of
 
 _BUFFER = 1000  # samples of a shard, for shuffle=True
@@ -84,7 +85,7 @@ class StreamShares:
         self.rank, self.world_size = rank, world_size
         self.buffer = _BUFFER if shuffle is True else 0 if shuffle is False else whole_number("shuffle", shuffle)
         self.shuffle: bool | int = self.buffer or False
-        _check(dataset)
+        _check(dataset, world_size)
         self.is_given = shards is not None
         self.counts: dict[int, OwnCounts] = {}  # by shard, of the last epoch that this process read
         most = getattr(dataset, "num_shards", None) if splits(dataset) else 1  # datasets has it: the number of files
@@ -168,8 +169,15 @@ class StreamShards(StreamShares):
             part.cut(shards)
 
 
-def _check(dataset: Any) -> None:
-    """Raise TypeError for an object that can be read only once, or a function of other arguments."""
+def _check(dataset: Any, world_size: int) -> None:
+    """Raise TypeError for an object that can be read only once, or a function of other arguments; ValueError for one
+    that `split_dataset_by_node` of Hugging Face has divided.
+    """
+    if world_size > 1 and getattr(dataset, "_distributed", None) is not None:
+        raise ValueError(
+            f"this {type(dataset).__name__} is one rank's part of a stream already: Photinus divides the stream among "
+            f"the ranks itself, and of a part the other ranks' share would be lost. Leave split_dataset_by_node out"
+        )
     if _is_function(dataset):
         try:
             inspect.signature(dataset).bind(0, 1)
@@ -390,6 +398,7 @@ class Piece(NamedTuple):
     samples: int
     data: Any  # collated; or, where several workers read, the pickled samples
     states: dict[int, State]  # of the shards, after these samples
+    first: dict[int, Description]  # of a pass's first piece: the shards' first samples, which other ranks may read, too
 
 
 @dataclass
@@ -415,11 +424,14 @@ class ShardReader(IterableDataset[Piece]):
             with nullcontext() if info else keep_generators():
                 shards = shards or [Shard(self.shares, n, self.epoch, self.states[n]) for n, _, _ in shards_of_worker]
                 samples: list[Any] = []
+                first: dict[int, Description] = {}
                 for shard, (_, count, own) in zip(shards, shards_of_worker, strict=True):
                     part = shard.take(count)
+                    if step == self.start:
+                        first[shard.number] = describe(part[:1])
                     samples += part[own] or part[: self.is_filler]
                 data = pickle.dumps(samples) if self.workers > 1 else self._collated(samples, step)
-            yield Piece(len(samples), data, {each.number: each.state() for each in shards})
+            yield Piece(len(samples), data, {each.number: each.state() for each in shards}, first)
 
     def merged(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Yield one piece for each step; torch takes those of the workers in turn."""
@@ -428,8 +440,9 @@ class ShardReader(IterableDataset[Piece]):
             if self.workers > 1:
                 samples = [sample for piece in found for sample in pickle.loads(piece.data)]
                 states = {number: state for piece in found for number, state in piece.states.items()}
+                first = {number: one for piece in found for number, one in piece.first.items()}
                 with keep_generators():
-                    found = [Piece(len(samples), self._collated(samples, step), states)]
+                    found = [Piece(len(samples), self._collated(samples, step), states, first)]
             yield found[0]
 
     def _collated(self, samples: list[Any], step: int) -> Any:
