@@ -193,7 +193,7 @@ class Numbers(IterableDataset[int]):
 
 
 def read_streams(rank: int, world_size: int) -> dict[str, str]:
-    """By what each rank reads: the error."""
+    """Return the number of samples of two epochs, or the error, by what the ranks read."""
     texts = {}
     for name, stream in {"the same": Numbers(0, 2), "divided by rank": Numbers(rank, world_size)}.items():
         for workers in (0, 1):
@@ -203,11 +203,15 @@ def read_streams(rank: int, world_size: int) -> dict[str, str]:
                     texts[f"{name}, {workers}, {shuffle}"] = str(sum(len(each) for _ in range(2) for each in loader))
                 except ValueError as error:
                     texts[f"{name}, {workers}, {shuffle}"] = str(error)
+    if rank == 1:  # alone, so that nothing is exchanged
+        texts["alone"] = str([each.tolist() for each in photinus.loader(Numbers(1, 5), batch_size=2, place=(0, 1))])
     return texts
 
 
 def test_a_stream_that_divides_itself_by_rank_is_refused_before_the_first_batch() -> None:
-    for texts in values(run_ranks("tests.dist.test_same_data:read_streams", world_size=2, backend="gloo")):
+    found = values(run_ranks("tests.dist.test_same_data:read_streams", world_size=2, backend="gloo"))
+    assert found[1]["alone"] == "[[1, 6], [11]]"
+    for texts in found:
         assert {text for name, text in texts.items() if name.startswith("the same")} == {"8"}
         for name, text in texts.items():
             if name.startswith("divided"):

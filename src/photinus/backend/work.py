@@ -259,7 +259,7 @@ class EngineWork(_Work):
         if finish:
             self._finishing = threading.Lock()
         self._future: Future[Any] | None = None
-        self._event_end: Future[None] | None = None  # of the profiler that shows this operation
+        self._event_end: Future[None] | None = None  # it ends with the event by which a profiler shows this
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Blocks without the GIL until the operation is done. Raises CollectiveError subclasses of photinus.errors.

@@ -144,7 +144,7 @@ def loader(
             initialized, else the launcher's. (0, 1) gives the whole dataset to this rank alone.
 
     All ranks of a process group call it together, unless `place` has fewer: they compare their settings, and a few
-    samples of their data. (Of streams only the settings.)
+    samples of their data. Of a stream they compare, in each epoch, the first sample of a shard that several read.
 
     Raises:
         TypeError: not a dataset, or a stream for validation; an argument has a wrong type, or no function has it; or
@@ -384,7 +384,7 @@ class Loader:
     def _compare_streams(self, shares: StreamShares, pieces: Sequence[Piece]) -> None:
         """Raise ValueError on all ranks if those that read the same shard have different first samples of it."""
         first = {number: one for piece in pieces for number, one in piece.first.items()}
-        if place_in_group()[1] > 1:
+        if place_in_group()[1] > 1 and shares.world_size > 1:
             of = f"of {shares.shards} of {type(self.dataset).__name__}"
             own = {f"the first sample of shard {number} {of}": one for number, one in first.items()}
             compare_descriptions("data", own if env.COMPARE_DATA.get() else {})

@@ -398,7 +398,7 @@ class Piece(NamedTuple):
     samples: int
     data: Any  # collated; or, where several workers read, the pickled samples
     states: dict[int, State]  # of the shards, after these samples
-    first: dict[int, Description]  # of a pass's first piece: the shards' first samples, which other ranks may read, too
+    first: dict[int, Description]  # by shard, of its first sample; only the first piece of a pass has them
 
 
 @dataclass
