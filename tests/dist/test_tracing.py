@@ -117,6 +117,7 @@ def profiled_exchanges(rank: int, world_size: int, folder: str) -> list[str]:
         for _ in range(20):
             dist.all_reduce(torch.ones(4), async_op=True).wait()
             ddp(torch.ones(8, 128)).sum().backward()
+    assert all(event.is_async for event in profile.events() if event.name == "photinus:all_reduce")
     profile.export_chrome_trace(str(path))
     shown = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith(("bucket ", "photinus:"))]
     assert len(shown) >= 20 * BUCKETS

@@ -336,9 +336,10 @@ class EngineWork(_Work):
         torch writes the end into the profiler's memory, which is somebody else's once that profiler has stopped.
         """
         ended: Future[None] = Future()
+        # First, so that the event ends on the completer's thread: torch takes it for asynchronous only then.
+        self._event_end = event._call_end_callbacks_on_future(ended)
         # `sees=False`: the error is for the thread that waits for the work, and not for this one.
         self._submit(self._handle, partial(self._handle.wait, sees=False), lambda _: ended.set_result(None), False)
-        self._event_end = event._call_end_callbacks_on_future(ended)
 
     def _new_future(self) -> Future[Any]:
         return Future()
