@@ -43,7 +43,8 @@ class Contestant:
         absent: why it can not take part; None when it can.
         clean_up: called when all its ranks are ready, and when they have ended.
 
-    `version` is what it is, in its own words.
+    `version` is what it is, in its own words. `used` is what rank 0 used per call of the last run, where its program
+    says so: cpu_s (processor time), kernel_s (the part of it in the kernel), faults (page faults), peak_kib.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Contestant:
         self.name = name
         self.absent = absent
         self.version = ""
+        self.used: dict[str, float] = {}
         self._commands, self._ranks, self._timeout_s, self._clean_up = commands, ranks, timeout_s, clean_up
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -96,7 +98,10 @@ class Contestant:
     def run(self, path: str, calls: int) -> float | None:
         """Seconds per call, those of the slowest rank; None when it is gone."""
         answers = self._ask(f"run {path} {calls}")
-        return None if answers is None else max(float(answer["s"]) for answer in answers)
+        if answers is None:
+            return None
+        self.used = {name: value for name, value in answers[0].items() if name != "s"}
+        return max(float(answer["s"]) for answer in answers)
 
     def stop(self) -> None:
         """Ends the ranks: in order when they can, else by force. Nothing of them stays."""

@@ -2,25 +2,25 @@
 
     python benchmarks/ddp_steps.py --quick
     python benchmarks/ddp_steps.py --out benchmarks/results/ddp_steps.json --check
+    python benchmarks/ddp_steps.py --quick --before ../older   # a checkout where `make setup` has run
     python benchmarks/ddp_steps.py --split --models gpt-20m:4x64 --out benchmarks/results/split_steps.json
 
 With --split the strategies "zero2" and "zero3" take turns with FSDP2's fully_shard, called by hand over the same
-backend, in steps of AdamW; processor time and page faults (getrusage) stand beside the time.
+backend, in steps of AdamW.
 
 A step is forward, backward with the exchange, SGD without momentum, and gradients set to None, all in float32. "no
 exchange" is torch's wrapper in no_sync: no way of exchanging gradients can be faster, so (gloo - ours) / (gloo - no
 exchange) says how much of what there was to gain is gained. "one number" is the same with one number exchanged in each
 step: what a step takes whose ranks wait for each other, however little they exchange. Ours has the huge pages that
-`photinus run` gives to its workers. What is measured and which traps
-are avoided stands in README.md beside this file.
+`photinus run` gives to its workers, unless THP_MEM_ALLOC_ENABLE is set to 0; set to 1, all contestants have them.
+Processor time and page faults of rank 0 (getrusage) stand beside the times. README.md beside this file says what is
+measured and which traps are avoided.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from photinus.process_memory import HUGE_HEAP
 RANKS = Path(__file__).resolve().parent / "ranks"
 OURS, GLOO, LEAST, IN_STEP, BARE = "photinus", "torch DDP, gloo", "no exchange", "one number", "bare model"
 THEIRS = "torch DDP, photinus"
+BEFORE = "photinus, before"
 MODELS = [
     "gpt-10m:1x64",
     "gpt-10m:4x64",
@@ -72,13 +73,14 @@ def contestant(
     ranks: int,
     columns: dict[str, str],
     models: list[str] = MODELS,
-    usage: str = "",
+    python: str = sys.executable,
 ) -> Contestant:
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
-        script = [sys.executable, str(RANKS / "step_rank.py"), wrapper, backend]
-        environ = {"GLOO_SOCKET_IFNAME": "lo", "FOLDER_OF_USAGE": usage}
-        if wrapper == "photinus":  # as `photinus run` starts a worker
-            environ |= {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": HUGE_HEAP}
+        script = [python, str(RANKS / "step_rank.py"), wrapper, backend]
+        environ = {"GLOO_SOCKET_IFNAME": "lo"}
+        by_default = "1" if wrapper == "photinus" and python == sys.executable else "0"
+        if os.environ.get("THP_MEM_ALLOC_ENABLE", by_default) == "1":
+            environ |= {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": HUGE_HEAP}  # as `photinus run` starts a worker
         return [([*script, str(rank), str(ranks), folder], environ) for rank in range(ranks)]
 
     return Contestant(name, columns, commands, ranks, dtypes=tuple(models))
@@ -130,42 +132,57 @@ def tables(kept: dict[str, Any]) -> str:
                 f"{seconds[GLOO] / seconds[OURS]:.2f}" if known else "–",
                 f"{seconds[GLOO] / seconds[THEIRS]:.2f}" if known and THEIRS in seconds else "–",
                 f"{seconds[GLOO] / seconds[LEAST]:.2f}" if known else "–",
+                f"{seconds[BEFORE] / seconds[OURS]:.2f}" if known and BEFORE in seconds else "–",
                 f"{(seconds[GLOO] - seconds[OURS]) / gain:.0%}" if gain > 0 else "–",
             ]
             lines.append(cells)
         head = ["model:batch per rank", OURS, THEIRS, GLOO, LEAST, IN_STEP, BARE]
-        head += ["gloo / ours", "gloo / torch DDP, photinus", "gloo / no exchange", "gained"]
+        head += ["gloo / ours", "gloo / torch DDP, photinus", "gloo / no exchange", "before / ours", "gained"]
         parts += [f"## {ranks} ranks", report.table(head, lines)]
+        lines = [
+            [
+                f"{row['dtype']}, {name}",
+                *(milliseconds(used[key]) for key in ("cpu_s", "kernel_s")),
+                f"{used['faults']:,.0f}",
+                f"{used['peak_kib'] / 1024:,.0f} MiB",
+            ]
+            for row in kept["rows"]
+            if row["ranks"] == ranks
+            for name, used in row.get("used", {}).items()
+        ]
+        head = ["rank 0, per step", "processor", "of it in the kernel", "page faults", "peak of the process so far"]
+        parts += [report.table(head, lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 
-def split_steps(names: list[str], all_ranks: list[int], effort: Effort) -> tuple[list[dict[str, Any]], list[Any], str]:
+def split_steps(
+    names: list[str], all_ranks: list[int], effort: Effort, older: str | None
+) -> tuple[list[dict[str, Any]], list[Any], str]:
     """Rows, contestants and the report of --split."""
     rows, everybody, parts = [], [], []
     for ranks in all_ranks:
         for name in names:
-            with tempfile.TemporaryDirectory(prefix="photinus-bench-") as folder:
-                contestants = []
-                for kind in SPLIT:
-                    usage = Path(folder, kind)
-                    usage.mkdir()
-                    contestants.append(contestant(kind, kind, "photinus", ranks, {kind: "sync"}, usage=str(usage)))
-                (row,) = take_turns(contestants, ranks, [(name, 0)], effort)
-                row["usage"] = {
-                    kind: json.loads(file.read_text())
-                    for kind in SPLIT
-                    if (file := Path(folder, kind, "0.json")).exists()
-                }
+            contestants = [contestant(kind, kind, "photinus", ranks, {kind: "sync"}) for kind in SPLIT]
+            for kind in ("zero2", "zero3") if older else ():
+                column = {f"{kind}, before": "sync"}
+                contestants.append(contestant(f"{kind}, before", kind, "photinus", ranks, column, python=older))
+            (row,) = take_turns(contestants, ranks, [(name, 0)], effort)
             rows.append(row)
             everybody += contestants
             lines = []
             for kind, seconds in row["seconds"].items():
-                usage = row["usage"][kind]
-                by_hand = row["seconds"].get(kind.replace("zero", "hand"))
+                used = row["used"][kind]
+                by_hand = row["seconds"].get(kind.replace("zero", "hand").removesuffix(", before"))
                 ratio = f"{seconds / by_hand:.2f}" if by_hand and kind.startswith("zero") else ""
-                cells = [milliseconds(seconds), milliseconds(row["least"][kind]), milliseconds(usage["cpu_s"])]
+                cells = [milliseconds(seconds), milliseconds(row["least"][kind]), milliseconds(used["cpu_s"])]
                 lines.append(
-                    [SPLIT[kind], *cells, f"{usage['faults']:,.0f}", f"{usage['peak_kib'] / 1024:,.0f} MiB", ratio]
+                    [
+                        SPLIT.get(kind, kind),
+                        *cells,
+                        f"{used['faults']:,.0f}",
+                        f"{used['peak_kib'] / 1024:,.0f} MiB",
+                        ratio,
+                    ]
                 )
             head = [
                 "",
@@ -191,6 +208,9 @@ def main() -> None:
         "--heap-kept", action="store_true", help="let malloc keep freed memory for everybody: the exchange alone"
     )
     parser.add_argument("--split", action="store_true", help="strategies zero2 and zero3 beside fully_shard by hand")
+    parser.add_argument(
+        "--before", metavar="CHECKOUT", type=Path, help="an older checkout, set up, takes turns with this one"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="model:batch")
     parser.set_defaults(rounds=7, turn_s=1.0)
     arguments = parser.parse_args()
@@ -201,9 +221,10 @@ def main() -> None:
     harness.warn(facts)
     names = QUICK if arguments.quick and arguments.models == MODELS else arguments.models
     rounds = 3 if arguments.quick else arguments.rounds
+    older = str(arguments.before.absolute() / ".venv/bin/python") if arguments.before else None
     effort = Effort(rounds, arguments.turn_s, wait_quiet_s=arguments.wait_quiet_s, prepare_each_round=False)
     if arguments.split:
-        rows, found_contestants, text = split_steps(names, arguments.ranks, effort)
+        rows, found_contestants, text = split_steps(names, arguments.ranks, effort, older)
         kept = harness.record(facts, found_contestants, rows)
         if arguments.out:
             harness.write(arguments.out, kept, f"# Steps of split models\n\n{report.facts(kept)}\n\n{text}\n")
@@ -216,6 +237,10 @@ def main() -> None:
             contestant("torch's DDP over ours", "torch", "photinus", ranks, {THEIRS: "sync"}, SMALL),
             contestant("torch's DDP", "torch", "gloo", ranks, {GLOO: "sync", LEAST: "no_sync", IN_STEP: "in_step"}),
         ]
+        if older:
+            contestants.append(
+                contestant("our DDP, before", "photinus", "photinus", ranks, {BEFORE: "sync"}, python=older)
+            )
         if not set(names).isdisjoint(SMALL):
             contestants.append(contestant("bare", "none", "gloo", ranks, {BARE: "sync"}, SMALL))
         for row in take_turns(contestants, ranks, [(name, 0) for name in names], effort):

@@ -95,6 +95,8 @@ def take_turns(
 ) -> Iterator[dict[str, Any]]:
     """Starts all contestants and yields a row for each (element type, bytes): median, least and most seconds per call.
 
+    And what rank 0 used besides, the median of each figure of `contestant.used`.
+
     Those that are absent, or fail on the way, are without figures; `contestant.absent` says why.
     """
     with contextlib.ExitStack() as stack:
@@ -117,6 +119,7 @@ def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort, dtype: str
         for each, column, path in turns
     }
     times: dict[str, list[float]] = {column: [] for _, column, _ in turns}
+    used: dict[str, list[dict[str, float]]] = {column: [] for column in times}
     foreign = []
     for index in range(effort.rounds):
         for each in {id(each): each for each, _, _ in turns}.values() if effort.prepare_each_round else ():
@@ -130,11 +133,16 @@ def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort, dtype: str
             seconds = each.run(path, calls[column])
             if seconds is not None:
                 times[column].append(seconds)
+                used[column].append(each.used)
     whole = {column: seconds for column, seconds in times.items() if len(seconds) == effort.rounds}
     return {
         "seconds": {column: statistics.median(seconds) for column, seconds in whole.items()},
         "least": {column: min(seconds) for column, seconds in whole.items()},
         "most": {column: max(seconds) for column, seconds in whole.items()},
+        "used": {
+            column: {name: statistics.median(each[name] for each in used[column]) for name in used[column][0]}
+            for column in whole
+        },
         "foreign": round(statistics.mean(foreign), 3),
         "calls": {column: calls[column] for column in whole},
     }

@@ -3,7 +3,7 @@
 It answers each command with a line of JSON on FOLDER/RANK.out:
 
     prepare TYPE BYTES   frees the tensors; the next ones have this many bytes
-    run PATH CALLS       a tenth as many to warm up, then the mean of the calls
+    run PATH CALLS       a tenth as many to warm up, then the mean of the calls: seconds, and what they use (getrusage)
     quit
 
 What a path is, each program of a rank says. (native/bench/driven.cc speaks the same in C++.)
@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 
@@ -65,9 +66,17 @@ def serve(
                 for _ in range(calls // 10 + 1):
                     call()
                 barrier()
-                start = time.perf_counter()
+                before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
                 for _ in range(calls):
                     call()
-                answer(s=(time.perf_counter() - start) / calls)
+                seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+                kernel_s = after.ru_stime - before.ru_stime
+                answer(
+                    s=seconds / calls,
+                    cpu_s=(after.ru_utime - before.ru_utime + kernel_s) / calls,
+                    kernel_s=kernel_s / calls,
+                    faults=(after.ru_minflt - before.ru_minflt) / calls,
+                    peak_kib=after.ru_maxrss,
+                )
             else:
                 return

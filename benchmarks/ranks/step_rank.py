@@ -2,8 +2,7 @@
 
 WRAPPER is torch (its DistributedDataParallel), photinus (ours), none (the bare model), zero2 or zero3 (our strategies),
 or hand2 or hand3: FSDP2's fully_shard, called by hand over the same units, which keeps parameters from forward to
-backward or does not. Split models step AdamW; the processor time and page faults of their steps go to
-FOLDER_OF_USAGE/RANK.json.
+backward or does not. Split models step AdamW.
 
 Paths: sync, a whole step; no_sync, the same without any exchange; in_step, the same and then one number is exchanged,
 so that each rank waits for the slowest in every step, as it does wherever gradients are exchanged; forward, no more
@@ -13,12 +12,8 @@ than the way to the loss.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import resource
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import models
@@ -50,24 +45,6 @@ def split(model: nn.Module, kind: str) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
 
 
-class Usage:
-    """Processor time and page faults of steps, by getrusage. Called before each step."""
-
-    def __init__(self, warm: int = 8) -> None:
-        self._calls, self._warm = 0, warm
-
-    def __call__(self) -> None:
-        self._calls += 1
-        if self._calls == self._warm:
-            self._before = resource.getrusage(resource.RUSAGE_SELF)
-
-    def write(self, file: Path) -> None:
-        now, steps = resource.getrusage(resource.RUSAGE_SELF), self._calls - self._warm + 1
-        cpu_s = now.ru_utime + now.ru_stime - self._before.ru_utime - self._before.ru_stime
-        faults = now.ru_minflt - self._before.ru_minflt
-        file.write_text(json.dumps({"cpu_s": cpu_s / steps, "faults": faults / steps, "peak_kib": now.ru_maxrss}))
-
-
 def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -78,7 +55,6 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
     rank_loop.pin(rank)
     held: list[Any] = []
     is_split = wrapper.startswith(("zero", "hand"))
-    usage = Usage()
 
     def prepare(name: str, _: int) -> None:
         held.clear()
@@ -97,7 +73,6 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
                 ddp(*inputs)
 
         def step() -> None:
-            usage()
             with quiet():
                 ddp(*inputs).backward()
             if path == "in_step":
@@ -110,8 +85,6 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
     what = wrapper if is_split else f"{wrapper} DDP"
     version = f"{what} over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
     rank_loop.serve(rank, folder, version, prepare, step_of, dist.barrier)
-    if is_split and os.environ.get("FOLDER_OF_USAGE"):
-        usage.write(Path(os.environ["FOLDER_OF_USAGE"], f"{rank}.json"))
     held.clear()
     dist.destroy_process_group()
 
