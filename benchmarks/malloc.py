@@ -2,9 +2,9 @@
 
     python benchmarks/malloc.py gpt-20m:16x64 resnet-18:16 --rounds 3
 
-Tensors above 32 MiB are mapped and unmapped one by one, whatever the thresholds, unless M_MMAP_MAX is 0. Then they lie
-on the heap, which keeps them up to the trim threshold. The settings take turns, each in a process of its own: two
-steps, then five that are measured (forward, backward, AdamW, gradients set to None).
+Tensors above M_MMAP_THRESHOLD are mapped and unmapped one by one; others lie on the heap, which keeps them up to the
+trim threshold. The settings take turns, each in a process of its own: two steps, then five that are measured (forward,
+backward, AdamW, gradients set to None).
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from pathlib import Path
 
 RANKS = Path(__file__).resolve().parent / "ranks"
 STEPS = 5
-HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+HUGE = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+MIB = 1 << 20
 SETTINGS = {
     "glibc's own": {},
     "huge pages": HUGE,
-    "heap kept": KEPT,
-    "photinus: huge pages, heap kept": HUGE | KEPT,
-    "M_MMAP_MAX=0 besides": HUGE | KEPT | {"MALLOC_MMAP_MAX_": "0"},
+    "heap kept, 32 MiB": KEPT | {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB)},
+    "huge pages, heap kept, 32 MiB": HUGE | KEPT | {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB)},
+    "huge pages, heap kept, 128 MiB": HUGE | KEPT | {"MALLOC_MMAP_THRESHOLD_": str(128 * MIB)},
+    "photinus: huge pages, heap kept, 1 GiB": HUGE | KEPT | {"MALLOC_MMAP_THRESHOLD_": str(1024 * MIB)},
 }
 COLUMNS = ("faults per step", "processor ms per step", "of them in the kernel", "peak MiB")
 
@@ -66,7 +68,9 @@ def main() -> None:
         found: dict[str, list[list[float]]] = {name: [] for name in SETTINGS}
         for _ in range(args.rounds):
             for name, variables in SETTINGS.items():
-                environ = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "THP_"))} | variables
+                environ = {
+                    k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "THP_", "GLIBC_"))
+                } | variables
                 command = [sys.executable, __file__, model, "--measure"]
                 ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
                 found[name].append(json.loads(ended.stdout))

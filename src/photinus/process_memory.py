@@ -39,12 +39,15 @@ def reuse_memory() -> bool:
 
     glibc returns the free top of the heap to the kernel when it is larger than a threshold (64 MiB at most by itself).
     A backward frees each gradient as soon as it lies in its bucket, and each activation, so the heap is cut after every
-    step, and the next one touches every page again: the kernel zeroes it first, which for small batches takes a tenth
-    of the step or more. With the largest thresholds that malloc takes, the pages stay. The peak stays the same; only
-    what lies between peaks does not go back. (mallopt(3); tensors above 32 MiB are mapped and unmapped one by one.)
+    step, and the next one touches every page again: the kernel zeroes it first, which takes a tenth of the step or
+    more, and half of it with AdamW on large parameters. With higher thresholds the pages stay. Tensors above 1 GiB are
+    mapped and unmapped one by one: their gaps in the heap would be too large. benchmarks/results/malloc.md has the gain
+    in time and the cost in memory. (mallopt(3); older versions of glibc refuse a threshold above 32 MiB.)
     """
     use_huge_pages()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
     is_users = any(os.environ.get(name) not in (None, "", HUGE_HEAP) for name in _USERS_OWN)
-    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    return bool(mallopt and not is_users and mallopt(-1, 2**31 - 1) and mallopt(-3, 32 << 20))
+    if mallopt is None or is_users:
+        return False
+    trims, maps = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    return bool(mallopt(trims, 2**31 - 1) and (mallopt(maps, 1 << 30) or mallopt(maps, 32 << 20)))
