@@ -97,13 +97,8 @@ class DeepSpeedConfig:
 
     def trainer_options(self) -> dict[str, Any]:
         """Keyword arguments for `Trainer`, beside the optimizer, the scheduler and `epochs`."""
-        return {
-            "accumulate": self.accumulation,
-            "precision": self.precision,
-            "clip_norm": self.clip_norm,
-            "strategy": self.strategy,
-            "scheduler_every": "step",
-        }
+        body = {"precision": self.precision, "clip_norm": self.clip_norm, "scheduler_every": "step"}
+        return {"accumulate": self.accumulation, "strategy": self.strategy, **body}
 
     def loader_options(self) -> dict[str, Any]:
         """Keyword arguments for the `loader` of a Trainer or Loop."""
@@ -143,15 +138,11 @@ def deepspeed_config(
     notes: list[str] = []
     keys = read(content, "", ROOT, auto, notes)
     zero = read(keys.get("zero_optimization", {}), "zero_optimization.", ZERO, auto, notes)
-    strategy, strategy_options = _zero(zero, notes)
-    train, micro, accumulation = _batch_sizes(keys, world_size)
+    strategy = _zero(zero, notes)
     config = DeepSpeedConfig(
-        train_batch_size=train,
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        world_size=world_size,
-        strategy=strategy,
-        strategy_options=strategy_options,
+        *_batch_sizes(keys, world_size),
+        world_size,
+        *strategy,
         precision=_precision(keys, auto, notes),
         clip_norm=keys.get("gradient_clipping") or None,
         drop_last=keys.get("dataloader_drop_last"),

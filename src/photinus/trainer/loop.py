@@ -42,7 +42,6 @@ from .data.loader import Batch, Loader, note_place, train_batches
 from .early_stopping import EarlyStopping, reason_to_stop
 from .logical_shards import ShardMeans, ShardSteps
 from .optimizer_modes import OptimizerModes
-from .record.config import user_options
 from .record.digests import DigestRecord
 from .record.loggers import check_packages
 from .record.run_folder import RunFolder
@@ -239,8 +238,7 @@ class Loop:
         least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
         trained = [model, *(each for each in models[1:] if exchanges_gradients(each))]
         self._digests = DigestRecord(session, trained, optimizers, report.digest_every if out is not None else 0)
-        options = user_options(report.config)
-        self._folder = RunFolder(session, out, resume, spec, options, report, least_bytes, self._digests.names)
+        self._folder = RunFolder(session, out, resume, spec, report, least_bytes, self._digests.names)
         self.out = self._folder.path
         self._checkpointer = Checkpointer(session, state_of_run, self._folder, spec)
         self._begin_at_the_checkpoint(report, resume)

@@ -194,6 +194,4 @@ class DPStrategy(Strategy):
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Return whether it is a torch.nn.DataParallel or a plain module or optimizer, which know of no other ranks."""
-        if isinstance(part, nn.Module):
-            return not hasattr(part, "no_sync") and not hasattr(part, "set_requires_gradient_sync")
-        return True
+        return not (hasattr(part, "no_sync") or hasattr(part, "set_requires_gradient_sync"))

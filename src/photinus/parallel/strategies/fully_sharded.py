@@ -146,10 +146,8 @@ class FullyShardedStrategy(Strategy):
         self._start_as_rank_0(model, group, device)
         for parameter in before.values():
             parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
-        settings: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(group, device.type),
-            "reshard_after_forward": self.drops_after_forward,
-        }
+        mesh = DeviceMesh.from_group(group, device.type)
+        settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.drops_after_forward}
         if self.options.get("mp_policy") is not None:
             settings["mp_policy"] = self.options["mp_policy"]
         units = self._units(model)
@@ -420,23 +418,15 @@ def _split_plain_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str,
 
 def _split_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of an optimizer's state with this rank's parts of whole tensors."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    likes = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     states = {
-        index: {
-            name: _split(value, parameters[index])
-            if isinstance(value, torch.Tensor) and value.dim()
-            else copy_state(value)
-            for name, value in remembered.items()
-        }
-        if isinstance(index, int) and index < len(parameters)  # too high: torch says so
-        else remembered
-        for index, remembered in state["state"].items()
+        key: {name: _split(value, likes[key]) for name, value in remembered.items()} if key in likes else remembered
+        for key, remembered in state["state"].items()  # too high a key: torch says so
     }
     return {**copy_state({name: value for name, value in state.items() if name != "state"}), "state": states}
 
 
 def _split(value: Any, like: Any) -> Any:
-    """A copy of this rank's part of a whole tensor where the target is split; a copy of what is split already."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return split_as(value, like) if is_split(like) and not is_split(value) else copy_state(value)
+    """A copy of this rank's part of a whole tensor where the target is split; a copy of all else."""
+    is_whole = isinstance(value, torch.Tensor) and value.dim() > 0 and not is_split(value)
+    return split_as(value, like) if is_whole and is_split(like) else copy_state(value)

@@ -23,6 +23,7 @@ from .split_states import gather_states
 from .step_facts import StepFacts
 
 _KNOWN = frozenset({"param_groups", "state", "defaults"})
+_APART = frozenset({"param_groups", "state", "step", "_zero", "_linked", "_step_facts"})  # of face and twin
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -62,12 +63,9 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def twin(param_groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        return _twin_of(optimizer, param_groups)
-
     zero = ZeroRedundancyOptimizer(
         [{"params": list(group["params"])} for group in optimizer.param_groups],
-        optimizer_class=cast(Any, twin),
+        optimizer_class=cast(Any, functools.partial(_twin_of, optimizer)),
         process_group=group,
     )
     own = _own(zero)
@@ -140,13 +138,8 @@ class _Sharded(Optimizer):
         """Takes the state of a whole optimizer, or that of this rank's part; keeps this rank's part."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         own = _own(self._zero)
-        part = {
-            index: state
-            for index, state in state_dict["state"].items()
-            if not isinstance(index, int)
-            or index >= len(parameters)
-            or parameters[index] in own  # too high: torch says so
-        }
+        others = {place for place, parameter in enumerate(parameters) if parameter not in own}
+        part = {key: state for key, state in state_dict["state"].items() if key not in others}
         super().load_state_dict({**state_dict, "state": part})
         _link(self, dict(self.state))
 
@@ -182,17 +175,22 @@ def _shared(method: Callable[..., Any]) -> Callable[..., None]:
     return call
 
 
-def _twin_of(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Optimizer:
+def _twin_of(optimizer: Optimizer, param_groups: list[dict[str, Any]], **_: Any) -> Optimizer:
     """An optimizer like this one, attribute by attribute, over other groups, with nothing remembered yet."""
     cls = type(optimizer)
     twin = cls.__new__(cls)
-    # The face runs them.
-    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"} | hooks)
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    twin.param_groups = [{**of, "params": new["params"]} for of, new in zip(options, param_groups, strict=True)]
+    vars(twin).update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})  # the face has them
+    _copy_attributes(optimizer, twin)
+    pairs = zip(optimizer.param_groups, param_groups, strict=True)
+    twin.param_groups = [{**group, "params": own["params"]} for group, own in pairs]
     twin.state = defaultdict(dict)
     return twin
+
+
+def _copy_attributes(source: Optimizer, target: Optimizer) -> None:
+    """Give an optimizer what another one has beside groups, state and hooks: scripts set it, and steps change it."""
+    own = {name: value for name, value in vars(source).items() if name not in _APART and not name.endswith("_hooks")}
+    vars(target).update(own)
 
 
 def _own(zero: Any) -> set[torch.Tensor]:

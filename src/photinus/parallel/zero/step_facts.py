@@ -24,9 +24,9 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -117,10 +117,6 @@ class StepFacts:
         """A rank steps no parameter, so it could not tell of changes of all that optimizers remember."""
         self._compares_states = False
 
-    def concerns(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether the model has any of these."""
-        return any(id(each) in self._index for each in parameters)
-
     # ---- what is noted
 
     def note_averaged(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -199,17 +195,19 @@ class StepFacts:
             index = self._index.get(id(parameter))
             if index is not None:
                 self._versions[index] = self._version(parameter)
-        remembered = [
-            (self._index[id(parameter)], name, value)
-            for parameter, state in optimizer.state.items()
-            if id(parameter) in self._index
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        ]
         try:
-            self._states[optimizer] = {(i, name): (weakref.ref(value), value._version) for i, name, value in remembered}
+            states = self._remembered(optimizer)
+            self._states[optimizer] = {key: (weakref.ref(value), value._version) for key, value in states}
         except RuntimeError:  # a step in inference mode made some, and torch counts no changes of these
             self._states.pop(optimizer, None)
+
+    def _remembered(self, optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """Yield the tensors that the optimizer remembers of these parameters, by parameter and name."""
+        for parameter, state in optimizer.state.items():
+            index = self._index.get(id(parameter))
+            for name, value in state.items() if index is not None else ():
+                if isinstance(value, Tensor):
+                    yield (cast(int, index), name), value
 
     def _code_of_whole(self, index: int, gradient: Tensor | None) -> tuple[int, int] | int | None:
         """None: absent. -1: made by hand. 0: as averaged. Else how often it was changed since, and its backwards."""
@@ -238,19 +236,12 @@ class StepFacts:
         before = self._states.get(optimizer)
         if before is None or not self._compares_states:
             return []
-        changed: set[tuple[int, str]] = set()
-        found = 0
-        for parameter, state in optimizer.state.items():
-            index = self._index.get(id(parameter))
-            for name, value in state.items():
-                if index is not None and isinstance(value, Tensor):
-                    found += 1
-                    reference, version = before.get((index, name), (None, 0))
-                    if reference is None or reference() is not value or value._version != version:
-                        changed.add((index, name))
-        if found < len(before):
-            there = {id(p): state for p, state in optimizer.state.items()}
-            changed |= {k for k in before if k[1] not in there.get(id(self._parameters[k[0]]), {})}
+        now = dict(self._remembered(optimizer))
+        changed = before.keys() - now.keys()
+        for key, value in now.items():
+            reference, version = before.get(key, (None, 0))
+            if reference is None or reference() is not value or value._version != version:
+                changed.add(key)
         if self.is_split:
             return sorted(changed)
         others = {name for _, name in before.keys() - changed}
@@ -320,7 +311,7 @@ class StepFacts:
         unless it is right."""
         found: dict[str, JSON] = {"optimizer steps": self._steps}
         for entry in self._log:
-            found |= self._readable(*entry)
+            found |= self._readable(entry)
         # What ranks remember of some parameters may be on one rank only, though all ran the script that changed it.
         of_some = [key for key, value in found.items() if not self.is_split and _OF_SOME in str(value)]
         forgiven = {key for keys in gather_per_rank(of_some, self._group) for key in keys}
@@ -339,18 +330,8 @@ class StepFacts:
             return
         raise ModelMismatchError(f"{text}; what differs is more than {len(self._log)} steps old. {advice}")
 
-    def _readable(
-        self,
-        step: int,
-        kind: str,
-        places: Sequence[int],
-        options: Sequence[Sequence[tuple[str, JSON]]],
-        calls: Sequence[dict[str, JSON]],
-        gradients: Sequence[Any],
-        changed: Sequence[int],
-        states: Sequence[Any],
-        values: tuple[int, int],
-    ) -> dict[str, JSON]:
+    def _readable(self, entry: tuple[Any, ...]) -> dict[str, JSON]:
+        step, kind, places, options, calls, gradients, changed, states, values = entry
         where = f"{kind}.step() {step}, "
         found: dict[str, JSON] = {
             f"{where}{f'group {number}, ' * (len(options) > 1)}{name}": value
@@ -375,8 +356,8 @@ class StepFacts:
 
 def facts_of(parameters: Iterable[Tensor]) -> list[StepFacts]:
     """Return those of the models that have any of these parameters, in the order in which they were wrapped."""
-    own = list(parameters)
-    return sorted((facts for facts in _all if facts.concerns(own)), key=lambda facts: facts.number)
+    ids = set(map(id, parameters))
+    return sorted((facts for facts in _all if not ids.isdisjoint(facts._index)), key=lambda facts: facts.number)
 
 
 def unaveraged_error(optimizer: Optimizer, names: Sequence[str]) -> PhotinusError:

@@ -79,8 +79,7 @@ def _stacks_in(module: nn.Module, visits: set[nn.Module]) -> Iterator[nn.Module]
 
 def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:
     if isinstance(shard, (list, tuple)) and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in shard):
-        classes = tuple(shard)
-        modules = [module for module in model.modules() if isinstance(module, classes)]
+        modules = [module for module in model.modules() if isinstance(module, tuple(shard))]
     elif callable(shard) and not isinstance(shard, type):
         modules = [module for module in model.modules() if shard(module)]
     else:
@@ -89,18 +88,11 @@ def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:
             "whether it is a unit"
         )
     if not modules:
-        what = "none of its classes" if isinstance(shard, (list, tuple)) else "no submodule"
+        what = "none of its classes is in" if isinstance(shard, (list, tuple)) else "the function chose no submodule of"
         kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(
-            f"shard: {what} is in the model ({type(model).__name__}); it has modules of {', '.join(kinds[:12])}"
-            if isinstance(shard, (list, tuple))
-            else f"shard: the function chose {what} of the model ({type(model).__name__}), which has {', '.join(kinds)}"
-        )
-    for module in modules:
-        if isinstance(module, _CONTAINERS):
-            raise ValueError(
-                f"shard: a {type(module).__name__} has no forward, so it cannot be a unit; choose the modules inside it"
-            )
+        raise ValueError(f"shard: {what} the model ({type(model).__name__}); it has modules of {', '.join(kinds[:12])}")
+    if container := next((type(each).__name__ for each in modules if isinstance(each, _CONTAINERS)), None):
+        raise ValueError(f"shard: a {container} has no forward, so it cannot be a unit; choose the modules inside it")
     return modules
 
 

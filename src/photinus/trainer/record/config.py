@@ -195,19 +195,15 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "processor" (its name), "cores" (usable by this process), "memory_bytes" (of the machine), "system", and for a
         CUDA device "gpu" (its name), "gpus" (how many are visible) and "gpu_memory_bytes" (of one).
     """
-    facts: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}"}
-    facts["processor"] = _processor()
+    facts: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}", "processor": _processor()}
     facts["cores"] = len(os.sched_getaffinity(0))
     memory = _first_value("/proc/meminfo", "MemTotal")
     if memory and memory.split()[0].isdigit():
         facts["memory_bytes"] = int(memory.split()[0]) * 1024
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
-        facts |= {
-            "gpu": properties.name,
-            "gpus": torch.cuda.device_count(),
-            "gpu_memory_bytes": properties.total_memory,
-        }
+        facts |= {"gpu": properties.name, "gpus": torch.cuda.device_count()}
+        facts["gpu_memory_bytes"] = properties.total_memory
     return facts
 
 

@@ -35,7 +35,7 @@ from ..session.preemption import Suspended
 from ..session.progress import say
 from ..session.replicas import plain
 from ..session.session import Session
-from .config import describe_start, save_config, set_damaged_config_aside
+from .config import describe_start, save_config, set_damaged_config_aside, user_options
 from .curves import PICTURE, draw_curves
 from .loggers import Loggers
 from .resume import ResumePoint, describe_launch, folder_of_this_job
@@ -47,7 +47,6 @@ class RunFolder:
 
     Args:
         out: the folder that the user gave; the run may be found elsewhere (see `folder_of_this_job`).
-        user: the script's own options, for config.json.
         least_bytes: of a checkpoint.
 
     Attributes:
@@ -64,7 +63,6 @@ class RunFolder:
         out: str | os.PathLike[str] | None,
         resume: str | os.PathLike[str] | None,
         spec: RunSpec,
-        user: Mapping[str, Any],
         reporting: Reporting,
         least_bytes: int,
         parameters: Sequence[str],
@@ -72,7 +70,8 @@ class RunFolder:
         self.path: Path | None = None
         self.run = ""
         self.error: Exception | None = None
-        self._session, self._spec, self._user, self._reporting = session, spec, user, reporting
+        self._session, self._spec, self._reporting = session, spec, reporting
+        self._user = user_options(reporting.config)  # as they are now: the script may change them later
         self._least_bytes, self._parameters = least_bytes, parameters
         self._digests: DigestFile | None = None  # on rank 0
         self._writers: list[Any] = []  # RunFiles, then Loggers; on rank 0, from `begin` on
@@ -119,7 +118,7 @@ class RunFolder:
         """
         is_done, unseen = self._spec.length.reached(position), None
         if self.path is not None:
-            prepare = partial(self._prepare, self.path, position, length, resumed_from, is_done, point.goes_on)
+            prepare = partial(self._prepare, position, length, resumed_from, is_done=is_done, goes_on=point.goes_on)
             prepare = explain_no_space(self.path, self._least_bytes)(prepare)
             from_rank_0(prepare, f"preparing the folder {self.path}", is_long=True)  # a logger may log in
             if lacking := ranks_without(self.path, self._lock):
@@ -134,15 +133,10 @@ class RunFolder:
                 say(note)
 
     def _prepare(
-        self,
-        path: Path,
-        position: Position,
-        length: Mapping[str, int | None],
-        resumed_from: Path | None,
-        is_done: bool,
-        goes_on: bool,
+        self, position: Position, length: Mapping[str, int | None], source: Path | None, *, is_done: bool, goes_on: bool
     ) -> None:
         """Drops the numbers after the position, and records this start: in config.json, and as an event."""
+        path = self._folder
         path.mkdir(parents=True, exist_ok=True)
         files = RunFiles(path)
         self._writers.append(files)
@@ -155,8 +149,8 @@ class RunFolder:
             return
         require_space(path, self._least_bytes)
         step = position.step
-        source = None if resumed_from is None else str(resumed_from)
-        start = describe_start(self._session, resumed_from=source, resumed_step=step, launch=describe_launch())
+        resumed_from = None if source is None else str(source)
+        start = describe_start(self._session, resumed_from=resumed_from, resumed_step=step, launch=describe_launch())
         damage = files.go_on_from(step, position.history)
         if damage:
             self._warn(position, damage)
@@ -168,7 +162,7 @@ class RunFolder:
         if step and before is not None and before != now:
             append_event(path, "world_size", step, before=before, now=now)
         place = {name: start[name] for name in ("launcher", "attempt", "hosts", "backend", "device")}
-        facts = {"start": position.start, "resumed_from": source, **length, **place, **this_process()}
+        facts = {"start": position.start, "resumed_from": resumed_from, **length, **place, **this_process()}
         append_event(path, "start", step, world_size=now, pids=list(self._session.pids), **facts)
         self._loggers = Loggers(self._reporting.loggers, partial(self._warn, position))
         self._writers.append(self._loggers)

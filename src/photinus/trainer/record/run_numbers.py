@@ -192,17 +192,9 @@ class RankTimes:
         for slowest, usual_s in zip(self._slowest, means[-1], strict=True):
             peer = max(slowest, key=lambda each: slowest[each])
             links.append((peer, slowest[peer] / self._steps, usual_s))
-        window = Window(
-            time_s=time.time(),
-            step=step,
-            epoch=epoch,
-            start=start,
-            steps=self._steps,
-            samples=self._samples,
-            phases=dict(zip(PHASES, means[:_PHASES], strict=True)),
-            memory={name: [*column] for name, column in zip(MEMORY, zip(*self._memory, strict=True), strict=True)},
-            links=links,
-        )
+        phases = dict(zip(PHASES, means[:_PHASES], strict=True))
+        memory = {name: [*column] for name, column in zip(MEMORY, zip(*self._memory, strict=True), strict=True)}
+        window = Window(time.time(), step, epoch, start, self._steps, self._samples, phases, memory, links)
         self._forget()
         return window
 

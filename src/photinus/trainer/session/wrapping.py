@@ -18,15 +18,8 @@ from .session import require_session
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-_FIT_FOR_SHARDS = (
-    "batched_grad_copy",
-    "bucket_cap_mb",
-    "bucket_cap_mb_list",
-    "check_ranks",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "init_sync",
-)
+_FIT_FOR_SHARDS = ["batched_grad_copy", "bucket_cap_mb", "bucket_cap_mb_list", "check_ranks"]
+_FIT_FOR_SHARDS += ["find_unused_parameters", "gradient_as_bucket_view", "init_sync"]
 _ABSENT: Any = ...  # None is a mistake: wrap(model, None) would return the model alone
 WRAPPED = "_photinus_wrapped"  # attribute of a wrapped model: the strategy's name and sync_batch_norm, as given
 
