@@ -76,10 +76,29 @@ READS: dict[str, Callable[[Any], Any]] = {
     "a power of a sum": lambda w: w.sum().square().item(),
 }
 
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "normal_": lambda w: w.normal_(),
+    "normal_ with a generator": lambda w: w.normal_(generator=torch.Generator().manual_seed(3)),
+    "uniform_": lambda w: w.uniform_(-1, 1),
+    "bernoulli_": lambda w: w.bernoulli_(0.5),
+    "random_": lambda w: w.random_(10),
+    "exponential_": lambda w: w.exponential_(),
+    "log_normal_": lambda w: w.log_normal_(),
+    "geometric_": lambda w: w.geometric_(0.5),
+    "cauchy_": lambda w: w.cauchy_(),
+    "rand_like": lambda w: w.copy_(torch.rand_like(w)),
+    "randn_like": lambda w: w.add_(torch.randn_like(w)),
+    "randint_like": lambda w: w.copy_(torch.randint_like(w, 9)),
+    "bernoulli": lambda w: w.copy_(torch.bernoulli(torch.sigmoid(w))),
+    "eye_": lambda w: nn.init.eye_(w),
+    "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w),
+    "trunc_normal_": lambda w: nn.init.trunc_normal_(w),
+}
+
 
 def cases(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     """Return how far each write and read is from the same in plain torch, for parameters and gradients."""
-    found: dict[str, dict[str, float]] = {"write": {}, "read": {}}
+    found: dict[str, dict[str, float]] = {"write": {}, "read": {}, "draw": {}}
     torch.manual_seed(0)
     start = torch.randn(ROWS, COLUMNS)
     with photinus.init("gloo", "cpu"), torch.no_grad():
@@ -95,6 +114,13 @@ def cases(rank: int, world_size: int) -> dict[str, dict[str, float]]:
                 write(plain)
                 write(split)
                 found["write"][f"{name}, {of}"] = float((split.full_tensor() - plain).abs().max())
+            for name, draw in DRAWS.items():
+                plain = start.clone()
+                split.to_local().copy_(first[rank])
+                for tensor in (plain, split):
+                    torch.manual_seed(5)
+                    draw(tensor)
+                found["draw"][f"{name}, {of}"] = float((split.full_tensor() - plain).abs().max())
             split.to_local().copy_(first[rank])
             for name, read in READS.items():
                 found["read"][f"{name}, {of}"] = abs(read(split) - read(start))
@@ -137,6 +163,12 @@ def test_what_is_written_into_slices_of_split_tensors_is_kept(world_size: int) -
 def test_numbers_of_split_tensors_count_the_parts_of_all_ranks(world_size: int) -> None:
     for rank in said(world_size):
         assert {name: worst for name, worst in rank["read"].items() if not worst < 1e-5} == {}
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_values_that_are_made_for_split_tensors_are_those_of_one_process(world_size: int) -> None:
+    for rank in said(world_size):
+        assert {name: worst for name, worst in rank["draw"].items() if not worst < 1e-6} == {}
 
 
 def test_a_slice_that_is_older_than_its_tensor_is_refused() -> None:

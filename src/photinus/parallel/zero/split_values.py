@@ -1,7 +1,8 @@
-"""Slices of split tensors, through which users write, and numbers, which count the parts of all ranks.
+"""Slices of split tensors, through which users write, numbers, which count all parts, and random values.
 
-Without this, DTensor's slices across parts are copies, so what is written into them is lost; and `item()` of a sum,
-norm or count is that of this rank's part. (Every rank does the same with a split tensor, as with any DTensor.)
+Without this, DTensor's slices across parts are copies, so what is written into them is lost; `item()` of a sum, norm or
+count is that of this rank's part; and ranks with one seed draw equal parts, by no generator of the user's. (Every rank
+does the same with a split tensor, as with any DTensor.)
 """
 
 from __future__ import annotations
@@ -14,19 +15,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...errors import PhotinusError
-from .split_states import gather_tensor, is_known_split, is_split, part_of
+from .split_states import gather_tensor, is_known_split, is_split, part_of, split_as
 
 _aten: Any = torch.ops.aten
-_SLICES = (
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.unbind.int,
-    _aten.diagonal.default,
-    _aten.unfold.default,
-)
+_SLICES = "select slice split split_with_sizes unbind diagonal unfold"
 _WRITES = (_aten.index_put_.default, _aten.index_fill_.int_Scalar)  # into some rows, which DTensor refuses
+_DRAWS = "normal_ uniform_ random_ exponential_ log_normal_ bernoulli_ bernoulli rand_like randn_like randint_like"
+_DRAWS += " geometric_ cauchy_"
+_FACTORIES = "eye zeros ones full arange linspace rand randn"  # with out=, in whose place torch puts the whole
 _DIMS = ("dim", "dim1", "dim2", "dimension")
 
 
@@ -34,10 +30,13 @@ _DIMS = ("dim", "dim1", "dim2", "dimension")
 def watch_values() -> None:
     """Changes what DTensor does, from now on."""
     handlers = _handlers()
-    handlers.update(dict.fromkeys(_SLICES, _slice))
-    handlers.update(dict.fromkeys(_WRITES, _write_some))
+    handlers.update(dict.fromkeys(_WRITES, _of_whole))
     handlers[_aten.copy_.default] = handlers[_aten.fill_.Tensor] = _copy
     handlers[_aten._local_scalar_dense.default] = _number
+    for handler, names in ((_slice, _SLICES), (_of_whole, _DRAWS), (_of_whole, _FACTORIES)):
+        for packet in (getattr(_aten, name) for name in names.split()):
+            those = (name for name in packet.overloads() if ("out" in name) == (names is _FACTORIES))
+            handlers.update({getattr(packet, name): handler for name in those})
 
 
 class _Source:
@@ -190,12 +189,16 @@ def _keeps_writes(view: torch.Tensor) -> bool:
     return bool(_slice_class().is_asked)
 
 
-def _write_some(op: Any, args: Any, kwargs: Any) -> Any:
-    tensor: Any = args[0]
+def _of_whole(op: Any, args: Any, kwargs: Any) -> Any:
+    """Calls it with whole tensors on each rank, as one process does, and takes this rank's part of the result."""
+    tensor: Any = kwargs.get("out", args[0])
     if not _is_cut(tensor):
         return _by_torch(op, args, kwargs)
-    whole, *others = tree_map(_plain, args)
-    op(whole, *others, **tree_map(_plain, kwargs))
+    whole = _plain(tensor)
+    args, kwargs = tree_map(lambda value: whole if value is tensor else _plain(value), (args, kwargs))
+    result = op(*args, **kwargs)
+    if not op._schema.is_mutable:
+        return split_as(result, tensor)
     tensor._local_tensor.copy_(part_of(whole, tensor))
     return tensor
 
