@@ -31,6 +31,9 @@ SAID = {
         + CALLS  # which of them comes first, the clock decides
         + r".*optimizer.step\(\) in step 4=made on rank 0, absent on rank 1"
     ),
+    "parameter changed at the end": (
+        r"changed after step 6=\[\] on rank 0, \['0.weight'\] on rank 1|the ranks hold different weights"
+    ),
 }
 """What some rank says, by the way in which rank 1 misbehaves: those that were silent under some strategy."""
 
@@ -195,6 +198,11 @@ def train(way: str, strategy: str, rank: int, out: Path) -> list[float]:
             optimizer.zero_grad()
         if doing != "scheduler left out":
             scheduler.step()
+        if way == "parameter changed at the end" and rank == 1 and loop.step == STEPS:
+            with torch.no_grad():
+                plain[0].weight.mul_(1.5)
+        if way == "group of a plain module" and loop.step == WRONG:
+            optimizer.add_param_group({"params": nn.Linear(2, 2, bias=True).parameters()})
         if doing == "evaluate alone":
             photinus.evaluate(model, data, lambda outputs, _: outputs.square().mean(1), batch_size=4)
         if doing == "save alone":

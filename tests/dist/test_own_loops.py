@@ -45,7 +45,9 @@ STATES = [
     "weights changed by data",
     "weights loaded",
     "weights changed at the end",
+    "frozen weight changed",
     "moments changed",
+    "moments changed at the end",
     "moments changed for ever",
     "states loaded",
     "states cleared",
@@ -97,6 +99,8 @@ def test_what_one_rank_does_to_a_step_is_an_error_on_all(tmp_path: Path) -> None
         "gradient multiplied": r"gradient of 0.weight=as averaged on rank 0, changed 1 times .* on rank 1",
         "gradient absent": r"gradient of 0.weight=as averaged on rank 0, absent on rank 1",
         "weight changed": r"parameters changed before it=\[\] on rank 0, \['0.weight'\] on rank 1",
+        "frozen weight changed": r"changed after step 12=\[\] on rank 0, \['2.weight'\] on rank 1|parameter 2.weight",
+        "moments changed at the end": r"changed after step 12=\[\] on rank 0, \['exp_avg.*'\] on rank 1",
         "moments changed": r"state changed before it=\[\] on rank 0, .*exp_avg.* on rank 1",
         "hook from before wrap": r"gradient of 0.weight=as averaged on rank 0, changed 1 times .* on rank 1",
         "step left out at the end": r"optimizer steps=12 on rank 0, 11 on rank 1|rank 0 called broadcast"
@@ -325,9 +329,13 @@ def change_gradients(doing: str, weight: Any, trained: list[Any], optimizer: Any
 def change_weights(doing: str, model: Any, weight: Any, optimizer: Any, copy: Any) -> None:
     import torch
 
+    import photinus
+
     with torch.no_grad():
         if doing == "weight changed":
             weight.add_(1e-3)
+        if doing == "frozen weight changed":
+            photinus.unwrap(model)[2].weight.mul_(1.5)
         if doing == "element changed":
             weight[0, 0] += 1e-3
         if doing in ("weights changed at the end", "all change weights"):
@@ -336,7 +344,7 @@ def change_weights(doing: str, model: Any, weight: Any, optimizer: Any, copy: An
             weight.data.mul_(1.5)
         if doing == "weights loaded":
             model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
-    if doing in ("moments changed", "all change moments"):
+    if doing in ("moments changed", "moments changed at the end", "all change moments"):
         for state in optimizer.state.values():
             state["exp_avg"].mul_(2)
     bias = optimizer.param_groups[0]["params"][1]

@@ -333,14 +333,22 @@ def _make_memory_for_training(model: nn.Module, *_: Any) -> None:
 
 def _check_steps(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Compares what the ranks do around their steps; no rank holds another one's part to compare with."""
-    facts = StepFacts(model.named_parameters(), group)
+    facts, parameters = StepFacts(model.named_parameters(), group), [*model.parameters()]
+
+    def watch_gradients() -> None:
+        trained: list[Any] = [each for each in parameters if each.requires_grad]
+        parameters[:] = [each for each in parameters if not each.requires_grad]  # they may be unfrozen later
+        for each in trained:  # FSDP2 calls the hook when the average has come
+            handle = each.register_post_accumulate_grad_hook(lambda split: facts.note_averaged((split,)))
+            each._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # users' hooks change gradients
+
+    def begin_forward(*_: Any) -> None:
+        watch_gradients()
+        facts.begin_forward()
+
+    watch_gradients()
     # Before the other hooks, which gather.
-    model.register_forward_pre_hook(_disable_dynamo(lambda *_: facts.begin_forward()), prepend=True)
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # FSDP2 calls it when the average has come
-            split: Any = parameter
-            handle = split.register_post_accumulate_grad_hook(lambda each: facts.note_averaged((each,)))
-            split._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # users' hooks change gradients
+    model.register_forward_pre_hook(_disable_dynamo(begin_forward), prepend=True)
 
 
 def copy_split(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

@@ -78,7 +78,7 @@ class StepFacts:
         unaveraged: Callable[[Sequence[Tensor]], Sequence[str]] = lambda _: (),
         memory: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        pairs = [(name, p) for name, p in named if p.requires_grad]
+        pairs = [(name, p) for name, p in named if p.requires_grad or is_split(p)]
         self._names = [name for name, _ in pairs]
         self._parameters = [parameter for _, parameter in pairs]
         self._group, self._unaveraged = group, unaveraged
@@ -301,10 +301,18 @@ class StepFacts:
         """
         if self._group.size() == 1:
             return
-        pending = [i for i, p in enumerate(self._parameters) if self._version(p) != self._versions[i]] if saving else []
+        pending = self.pending if saving else []
         if not self._is_alike(_hash((self.digest, pending))):
-            self.explain({f"changed after step {self._steps}": [self._names[index] for index in pending]})
+            self.explain({f"changed after step {self._steps}": [*pending]})
         self.forget()
+
+    @property
+    def pending(self) -> list[str]:
+        """Names of what something has changed since the last step: parameters, and what optimizers remember."""
+        now = zip(self._names, self._parameters, self._versions, strict=True)
+        states = [state for each in self._states for state in self._changed_states(each)]
+        found = [name for name, parameter, version in now if self._version(parameter) != version]
+        return found + [each for each in self._named(states) if _OF_SOME not in each]  # some lie on one rank alone
 
     def explain(self, pending: dict[str, JSON] | None = None) -> None:
         """The digests of the ranks differ: all ranks call this. Raises ModelMismatchError, says what differs,
@@ -343,12 +351,13 @@ class StepFacts:
         for index, code in zip(places, gradients, strict=True):
             found[f"{where}gradient of {self._names[index]}"] = _describe(code)
         found[f"{where}parameters changed before it"] = [self._names[index] for index in changed]
-        found[f"{where}state changed before it"] = [
-            each if isinstance(each, str) else f"{each[1]} of {self._names[each[0]]}" for each in states
-        ]
+        found[f"{where}state changed before it"] = [*self._named(states)]
         for name, value in zip(("gradients", "parameters"), values, strict=True):
             found[f"{where}digest of {name}"] = f"{value % 2**32:08x}"
         return found
+
+    def _named(self, states: Iterable[Any]) -> list[str]:
+        return [each if isinstance(each, str) else f"{each[1]} of {self._names[each[0]]}" for each in states]
 
     def _is_alike(self, number: int) -> bool:
         return len({each for (each,) in gather_numbers([number], self._group)}) == 1

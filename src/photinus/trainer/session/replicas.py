@@ -150,7 +150,8 @@ class Replicas:
         began_s = time.perf_counter()
         options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
         orders = [unit_order(model) for model in self._split]
-        steps = [facts.digest for facts in self._step_facts]
+        # Weights that each rank holds whole are compared themselves.
+        steps = [(facts.digest, facts.pending if saves and facts.is_split else []) for facts in self._step_facts]
         own = [_digest(repr((options, self._calls, orders, steps)).encode()), 0.0, 0.0]
         if self._models and (saves or self._trained_s >= self._pause_s):
             digests = [digest_of(parameter).to(self._session.device) for _, parameter in self._named()]
@@ -190,7 +191,7 @@ class Replicas:
             advice = "let all use the same ones, or give photinus.wrap find_unused_parameters=True"
             check_alike(orders, f"up to step {step} {text}; {advice}")
             for facts in self._step_facts:
-                facts.compare()
+                facts.compare(saving=facts.is_split)
         self._calls.clear()
         self._repeats.clear()
         if len(weights) > 1:
