@@ -49,6 +49,17 @@ class KeyEncoder(nn.Module):
         return difference
 
 
+class Keeping(nn.Linear):
+    """Computes with a list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.both = [self.weight, self.bias]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, *self.both)
+
+
 def _error(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -114,18 +125,49 @@ def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
                 each_optimizer.step()
                 each_optimizer.zero_grad()
         found["unfrozen"] = _worst(model, reference_model)
+
+        def change_alone() -> None:
+            for step in range(9):
+                photinus.backward(model(inputs[rank]).square().mean())
+                if (rank, step) == (1, 0):
+                    model[0].weight.grad.mul_(3)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        found["unfrozen on one rank"] = _error(change_alone)
         # Values that would be lost.
         plain = KeyEncoder()
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), strategy=strategy)
         parameter = next(model.parameters())
         found["data"] = _error(lambda: setattr(parameter, "data", parameter.detach().clone()))
         found["written in forward"] = _error(lambda: model(inputs[rank]))
+        keeping = photinus.wrap(Keeping(), strategy=strategy)
+        found["kept in a list"] = _error(lambda: keeping(inputs[rank]).sum().backward())
         layer = photinus.wrap(nn.Linear(4, 4), strategy=strategy)
         point = inputs[rank].requires_grad_()
         found["penalty"] = _error(lambda: torch.autograd.grad(layer(point).sum(), point, create_graph=True))
         embedding = nn.Embedding(4, 4, max_norm=1.0)
         of_embedding = torch.optim.SGD(embedding.parameters(), lr=0.1)
         found["max_norm"] = _error(lambda: photinus.wrap(embedding, of_embedding, strategy=strategy))
+        # Writes by `.data`, and what a script has from before `wrap`.
+        plain_layer = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(plain_layer.parameters(), lr=0.1)
+        old, of_group = [*plain_layer.parameters()], optimizer.param_groups[0]["params"]
+        model, optimizer = photinus.wrap(plain_layer, optimizer, strategy=strategy)
+        photinus.backward(model(inputs[rank]).square().mean())
+        weight = next(model.parameters())
+        found["data of a gradient"] = _error(lambda: setattr(weight.grad, "data", weight.grad * 2))
+        found["old parameters"] = _error(lambda: nn.utils.clip_grad_norm_(old, 1.0))
+        found["old parameters cleared"] = _error(lambda: setattr(old[0], "grad", None))
+        found["copy of an old parameter"] = _error(lambda: copy.deepcopy(old[0]).grad)
+        found["norm"] = [float(nn.utils.clip_grad_norm_(each, 1e9)) for each in (of_group, model.parameters())]
+        for tensor in (weight, weight.grad):
+            tensor.data *= 0
+        found["data in place"] = float(weight.abs().sum() + weight.grad.abs().sum())
+        penalty = model.weight.square().sum()
+        found["penalty of parts"] = _error(lambda: photinus.backward(model(inputs[rank]).sum() + penalty))
+        found["to the same"] = _error(lambda: model.to("cpu").float())
+        found["to another"] = _error(model.half)
         # A plain state into an optimizer.
         plain_layer = nn.Linear(4, 4)
         adam = torch.optim.Adam(plain_layer.parameters(), lr=0.1)
@@ -160,6 +202,15 @@ def test_parameters_that_only_some_ranks_or_steps_use_are_trained_as_by_one_proc
         ("experts in a loop", "ValueError: .*the ranks used different blocks of a split model"),
         ("written in forward", "PhotinusError: this forward wrote into key.weight"),
         ("data", "TypeError: .*does not change a parameter"),
+        ("data of a gradient", "TypeError: .*does not change a parameter or a gradient"),
+        ("old parameters", "PhotinusError: weight of Linear was split by photinus.wrap, and this tensor from before"),
+        ("kept in a list", "PhotinusError: (weight|bias) of Keeping was split by photinus.wrap, and this tensor from"),
+        ("old parameters cleared", "PhotinusError: weight of Linear was split"),
+        ("copy of an old parameter", "no error"),
+        ("penalty of parts", "ValueError: the loss was computed from parts of split parameters .*model's forward"),
+        ("to the same", "no error"),
+        ("to another", "TypeError: a split model keeps dtype, device and layout"),
+        ("unfrozen on one rank", "ModelMismatchError: .*gradient of 0.weight=as averaged on rank 0, changed 1 times"),
         ("penalty", "PhotinusError: this backward has create_graph=True .* take strategy="),
         ("max_norm", "ValueError: .*max_norm, by which forward writes into its weight"),
         ("plain state", "no error"),
@@ -168,6 +219,27 @@ def test_parameters_that_only_some_ranks_or_steps_use_are_trained_as_by_one_proc
 def test_what_would_be_lost_is_an_error(strategy: str, case: str, text: str) -> None:
     for rank in said(strategy):
         assert re.match(text, rank[case]), rank[case]
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_what_a_script_keeps_of_an_optimizer_and_writes_by_data_counts(strategy: str) -> None:
+    for rank in said(strategy):
+        assert rank["norm"][0] == rank["norm"][1] > 0
+        assert rank["data in place"] == 0
+
+
+class Scaling(torch.optim.SGD):
+    """Steps with a factor that a script sets, and counts its steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.factor, self.steps = 1.0, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            parameter.add_(parameter.grad, alpha=-0.1 * self.factor)
 
 
 class Swapping(torch.optim.SGD):
@@ -206,6 +278,12 @@ def zero1_cases(rank: int, world_size: int, out: str) -> dict[str, Any]:
         swapping.step()
         swapping.eval()
         found["evaluated"] = [float(parameter.min()) for parameter in model.parameters()]
+        scaling: Any = Scaling(plain.parameters())
+        model, scaling = photinus.wrap(plain, scaling, strategy="zero1")
+        photinus.backward(model(torch.ones(2, 4)).square().mean())
+        scaling.factor = 0.0
+        scaling.step()
+        found["attributes"] = [float(parameter.min()) for parameter in model.parameters()], scaling.steps
         found["state of one rank"] = _error(lambda: photinus.wrap(lone, optimizer, strategy="zero1"))
     return found
 
@@ -215,6 +293,7 @@ def test_a_split_optimizer_saves_all_states_and_changes_all_parameters(tmp_path:
     for found in values(run_ranks(function, world_size=2, backend="gloo", arguments={"out": str(tmp_path)})):
         assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 4
         assert found["evaluated"] == [7.0] * 4
+        assert found["attributes"] == [[7.0] * 4, 1]
         assert "state of optimizer 1 for parameter 0=digest" in found["state of one rank"]
 
 

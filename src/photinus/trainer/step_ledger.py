@@ -435,5 +435,10 @@ def check_loss(loss: Any) -> None:
         raise TypeError(f"loss is a {type(loss).__name__}, but a tensor is needed")
     if loss.numel() != 1:
         raise ValueError(f"loss has shape {list(loss.shape)}, but backward needs one number: take its mean")
+    if is_split(loss):
+        raise ValueError(
+            "the loss was computed from parts of split parameters (a penalty on model.parameters()?): compute that "
+            "inside of the model's forward, where parameters are whole, or let the optimizer's weight_decay do it"
+        )
     if not loss.requires_grad:
         raise ValueError("nothing in the loss requires a gradient: was it computed under torch.no_grad() or detached?")

@@ -28,7 +28,7 @@ from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import control_device
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.sharded_optimizer import check_repointable, repoint
-from ..zero.split_parts import drop_gathered, note_sums, split_models, split_once, watch_split_models
+from ..zero.split_parts import drop_gathered, note_split, note_sums, split_models, split_once, watch_split_models
 from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.split_values import watch_values
 from ..zero.step_facts import StepFacts, facts_of
@@ -169,7 +169,7 @@ class FullyShardedStrategy(Strategy):
         vars(model)["__deepcopy__"] = partial(copy_split, model)
         model.register_forward_hook(_disable_dynamo(partial(_drop_without_backward, watched)))
         model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
-        split_once.update({old: f"{name} of {type(model).__name__[4:]}" for name, old in before.items()})  # FSDP...
+        note_split(before, type(model).__name__[4:])  # FSDP...
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
             optimizer.register_load_state_dict_pre_hook(_split_plain_state)

@@ -107,6 +107,7 @@ class _Sharded(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps this rank's part, and brings everyone's to everyone."""
         _relink(self)
+        _copy_attributes(self, self._zero.optim)
         facts = self._step_facts
 
         def begin() -> None:
@@ -122,6 +123,7 @@ class _Sharded(Optimizer):
         if closure is None:
             begin()
         loss = cast("float | None", self._zero.step(closure and evaluate))
+        _copy_attributes(self._zero.optim, self)
         if facts is not None:
             facts.end_step(self)
         return loss
@@ -288,7 +290,7 @@ def repoint(
             dimension or more, for the new parameter. (One without dimensions, such as a step count, stays.)
     """
     for group in optimizer.param_groups:
-        group["params"] = [new_of[parameter] for parameter in group["params"]]
+        group["params"][:] = [new_of[parameter] for parameter in group["params"]]  # scripts may hold the list
     before = dict(optimizer.state)
     optimizer.state.clear()
     for old, remembered in before.items():

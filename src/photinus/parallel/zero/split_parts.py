@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, MutableMapping
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ split_once: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 """Maps each whole parameter that FSDP2 has split to the name of its part: "weight of Linear"."""
 
 split_models: weakref.WeakSet[HeldParameters] = weakref.WeakSet()  # the parameters of each split model
-_strategies: Any = WeakIdKeyDictionary()  # the parts that ranks hold -> the strategy
 _gathered: Any = WeakIdKeyDictionary()  # the parts that ranks hold -> references to Gathered
 _with_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # split models that have been inside no_sync
 
@@ -48,7 +47,7 @@ class Gathered:
         watched: the gathered tensor whose gradients are noted.
     """
 
-    def __init__(self, record: Any, group: Any, old: nn.Parameter, strategy: str) -> None:
+    def __init__(self, record: Any, group: Any, old: nn.Parameter) -> None:
         self.record, self.group = record, group
         self.hooks: Any = OrderedDict() if old._backward_hooks is None else old._backward_hooks
         self.watched: nn.Parameter | None = None
@@ -56,7 +55,6 @@ class Gathered:
         if after_sum:  # FSDP2 calls these with the part, after the exchange
             record.sharded_param._post_accumulate_grad_hooks = after_sum
         _gathered[record.sharded_param] = weakref.ref(self)
-        _strategies[record.sharded_param] = strategy
         _watch_parts()
 
     def has_sum(self) -> bool:
@@ -69,6 +67,33 @@ class Gathered:
         self.record.unsharded_accumulated_grad = None
         if hasattr(self.record, "_unsharded_param"):
             self.record._unsharded_param.grad = None
+
+
+def _refuse_gradient(old: nn.Parameter, *_: object) -> NoReturn:
+    raise PhotinusError(
+        f"{split_once[old]} was split by photinus.wrap, and this tensor from before trains nothing. Take the new ones "
+        f"after photinus.wrap, by model.parameters(), in forward by their names. Give it optimizers that exist before."
+    )
+
+
+class _Old(nn.Parameter):
+    """A whole parameter whose parts are trained in its place. To clip or step it would change nothing."""
+
+    grad = property(_refuse_gradient, _refuse_gradient)
+
+    def __new__(cls, *data: Any) -> Any:
+        """Return a plain parameter: a copy of an old one was never split."""
+        return nn.Parameter(*data)
+
+
+def note_split(before: Mapping[str, nn.Parameter], model: str) -> None:
+    """Remember the whole parameters, by name, of a model that was split."""
+    for name, old in before.items():
+        split_once[old] = f"{name} of {model}"
+        if type(old) is nn.Parameter:
+            old.__class__ = _Old
+        if old.requires_grad:  # a forward may use it, from an attribute of its module
+            cast(Any, old)._post_accumulate_grad_hooks = OrderedDict({0: _refuse_gradient})
 
 
 def groups_of(unit: nn.Module) -> list[Any]:
@@ -122,6 +147,7 @@ def _watch_parts() -> None:
     data: Any = torch.Tensor.data
     grad: Any = torch.Tensor.grad
     of_optimizer: Any = Optimizer.zero_grad
+    of_model: Any = FSDPModule._apply
 
     @functools.wraps(register)
     def register_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -135,19 +161,17 @@ def _watch_parts() -> None:
 
     def get_data(tensor: Any) -> torch.Tensor:
         # torch counts changes in place of what `detach` returns as changes of the tensor itself; see `StepFacts`.
-        is_watched = tensor in _strategies or AVERAGED in vars(tensor)
+        is_watched = tensor in _gathered or AVERAGED in vars(tensor)
         found: torch.Tensor = tensor.detach() if is_watched else data.__get__(tensor)
         return found
 
-    def set_data(parameter: Any, value: torch.Tensor) -> None:
-        """Refuses what torch's DTensor ignores without a word."""
-        strategy = _strategies.get(parameter)
-        if strategy is not None:
+    def set_data(tensor: Any, value: Any) -> None:
+        """Refuses what torch's DTensor ignores without a word, but not the end of `tensor.data *= 2`."""
+        if not getattr(value, "_local_tensor", value).is_set_to(tensor._local_tensor):
             raise TypeError(
-                f"`parameter.data = value` does not change a parameter that strategy {strategy!r} has split. Write "
-                f"`parameter.data.copy_(value)`; and keep its value by `parameter.detach().clone()`."
+                "`tensor.data = value` does not change a parameter or a gradient that is split over the ranks. Write "
+                "`tensor.data.copy_(value)`; and keep its value by `tensor.detach().clone()`."
             )
-        data.__set__(parameter, value)
 
     def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
         """Lets `p.grad = None` drop what was added up without an exchange."""
@@ -163,16 +187,29 @@ def _watch_parts() -> None:
 
     def zero_grad_of_model(model: Any, set_to_none: bool = True) -> None:
         super(FSDPModule, model).zero_grad(set_to_none)
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                groups = groups_of(cast(nn.Module, unit))
-                _drop_sums(record.sharded_param for group in groups for record in group.fsdp_params)
+        units: list[Any] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        groups = (group for unit in units for group in groups_of(unit))
+        _drop_sums(record.sharded_param for group in groups for record in group.fsdp_params)
+
+    def apply(model: Any, change: Callable[[torch.Tensor], Any], recurse: bool = True) -> Any:
+        """Behind .to(), .half(), ...: torch would swap each part for another tensor, also where none is needed."""
+        drop_gathered(model)
+        parts = [parameter for parameter in model.parameters() if parameter in _gathered]
+        if not parts:
+            return of_model(model, change, recurse)
+        with torch.no_grad():
+            if any(change(part) is not part for part in parts):
+                raise TypeError("a split model keeps dtype, device and layout: call .to() and .half() before wrap")
+        for buffers in (module._buffers for module in model.modules()):
+            buffers.update({name: change(buffer) for name, buffer in buffers.items() if buffer is not None})
+        return model
 
     DTensor.register_hook = register_hook  # type: ignore[method-assign]
     DTensor.data = property(get_data, set_data)  # type: ignore[assignment]
     DTensor.grad = property(grad.__get__, set_grad)  # type: ignore[assignment]
     cast(Any, Optimizer).zero_grad = _disable_dynamo(cast(Any, zero_grad))
     cast(Any, FSDPModule).zero_grad = zero_grad_of_model
+    cast(Any, FSDPModule)._apply = apply
 
 
 # ---- steps over the parts, by any optimizer of this process: users make some after `wrap`

@@ -188,7 +188,7 @@ class SplitUnits:
         old_of: Any = WeakIdKeyDictionary({new: old for old, new in new_of.items()})
         for number, unit in enumerate(units):
             gathered = [
-                Gathered(record, group, old_of[record.sharded_param], strategy)
+                Gathered(record, group, old_of[record.sharded_param])
                 for group in groups_of(unit)
                 for record in group.fsdp_params
             ]
