@@ -84,6 +84,12 @@ def test_ranks_that_step_or_clip_differently_are_stopped(tmp_path: Path) -> None
         assert all("rank 0 made 1 optimizer step, rank 1 made 0" in text for text in ranks), (strategy, ranks)
 
 
+def test_a_group_of_parameters_that_nothing_averages_is_an_error(tmp_path: Path) -> None:
+    text = "ValueError: add_param_group gave an optimizer 2 parameters of none of the models given to the loop"
+    for ranks in outcomes(__name__, tmp_path, ["group of a plain module"], ("ddp", "zero1")).values():
+        assert all(text in said for said in ranks), ranks
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
 def test_a_function_that_one_rank_calls_alone_is_named_with_its_line(tmp_path: Path) -> None:
     found = outcomes(__name__, tmp_path, ["evaluate alone", "save alone"], ("ddp",))

@@ -35,6 +35,7 @@ from ...parallel import is_replicated, step_facts_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ...parallel.exchange.verify_models import compare_parameters, digest_of
+from ...parallel.zero.split_states import is_split
 from ...parallel.zero.units import unit_order
 from ..checkpoint.states import unwrap
 from .session import Session
@@ -107,6 +108,7 @@ class Replicas:
         self._step_facts = step_facts_of(self._split)
         self._optimizers = optimizers
         self._names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
+        self._groups = sum(len(optimizer.param_groups) for optimizer in optimizers)  # as they were looked at
         self._calls: dict[str, list[dict[str, JSON]]] = {}  # arguments, by step and call
         self._repeats: dict[str, int] = {}
         self._trained_s = 0.0  # since the digest before
@@ -148,7 +150,18 @@ class Replicas:
         if self.is_alone:
             return [0.0, 0.0, 0.0]
         began_s = time.perf_counter()
-        options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if len(groups) != self._groups:  # some were added
+            self._groups = len(groups)
+            parameters = [each for group in groups for each in group["params"] if each.requires_grad]
+            alone = [each for each in parameters if id(each) not in self._names and not is_split(each)]
+            if alone:
+                raise ValueError(
+                    f"add_param_group gave an optimizer {len(alone)} parameters of none of the models given to the "
+                    f"loop, which nothing averages: each rank would train others. Put their module into the model "
+                    f"before photinus.wrap, or wrap it and give it in state=..."
+                )
+        options = [[plain(v) for k, v in group.items() if k != "params"] for group in groups]
         orders = [unit_order(model) for model in self._split]
         # Weights that each rank holds whole are compared themselves.
         steps = [(facts.digest, facts.pending if saves and facts.is_split else []) for facts in self._step_facts]
