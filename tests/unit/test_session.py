@@ -186,6 +186,13 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
         choose_backend("gluu", torch.device("cpu"))
 
 
+def test_a_backend_in_capitals_is_the_same_as_in_torch() -> None:
+    with photinus.init("GLOO", "cpu") as world:
+        assert world.backend == "gloo"
+    with photinus.init("Photinus", "cpu") as world:
+        assert world.backend == "photinus"
+
+
 def test_the_environment_variable_chooses_the_backend_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHOTINUS_BACKEND", "gloo")
     assert choose_backend("auto", torch.device("cpu")) == ("gloo", "PHOTINUS_BACKEND is set")

@@ -93,7 +93,7 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     Raises:
         ValueError: torch does not know a backend of this name.
     """
-    reason = "as asked"
+    backend, reason = backend.lower(), "as asked"  # as torch reads it
     if backend == "auto":
         backend, reason = env.BACKEND.get(), f"{env.BACKEND.name} is set"
     if backend == "auto":
