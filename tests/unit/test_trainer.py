@@ -175,6 +175,17 @@ def test_a_rows_learning_rate_is_that_of_its_last_step(tmp_path: Path) -> None:
     assert [row["learning_rate"] for row in trainer.fit(points()).history] == [0.1, 0.05, 0.025]
 
 
+def test_a_compiled_model_is_known_by_the_strategy_that_it_was_wrapped_with() -> None:
+    with photinus.init("gloo", "cpu"):
+        plain = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        model, optimizer = photinus.wrap(torch.compile(plain, backend="eager"), optimizer, strategy="zero2")
+        trainer = photinus.Trainer(
+            model, optimizer, cross_entropy, epochs=1, batch_size=8, strategy="zero2", report=QUIET
+        )
+        assert len(trainer.fit(points(16)).history) == 1
+
+
 @pytest.mark.parametrize(("every", "rate"), [("epoch", 0.05 * 0.1**1), ("step", 0.05 * 0.1**6)])
 def test_the_scheduler_steps_once_an_epoch_or_once_a_step(every: str, rate: float) -> None:
     trainer = _trainer(epochs=1)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import nn
 
-from ...parallel import DistributedDataParallel, SyncBatchNorm, strategy_of, wrap_model
+from ...parallel import DistributedDataParallel, SyncBatchNorm, strategy_of, unwrap_compiled, wrap_model
 from ...parallel.exchange.agreement import check_alike
 from ...parallel.exchange.collectives import resolve_group
 from ..checkpoint.states import unwrap
@@ -117,7 +117,7 @@ def wrap(
     for each in optimizers:
         assert not _foreign_parameters(wrapped, each), f"strategy {strategy!r} lost parameters of an optimizer"
         _move_state(each)
-    vars(wrapped)[WRAPPED] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
+    vars(unwrap_compiled(wrapped))[WRAPPED] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
     return (wrapped, *optimizers) if optimizers else wrapped
 
 
