@@ -175,6 +175,32 @@ def test_a_rows_learning_rate_is_that_of_its_last_step(tmp_path: Path) -> None:
     assert [row["learning_rate"] for row in trainer.fit(points()).history] == [0.1, 0.05, 0.025]
 
 
+def test_a_resumed_row_whose_steps_a_scaler_leaves_out_has_the_rate_of_the_last_step(tmp_path: Path) -> None:
+    def rates(out: Path, epochs: int) -> list[float]:
+        with photinus.init("gloo", "cpu", seed=1):
+            model = torch.nn.Linear(6, 3)
+            model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            state = {"scaler": scaler, "scheduler": scheduler}
+            loop = photinus.Loop(
+                model, optimizer, points(16), batch_size=8, epochs=epochs, out=out, state=state, report=QUIET
+            )
+            for inputs, targets in loop:
+                loss = cross_entropy(model(inputs), targets) * (1e35 if loop.epoch == 2 else 1.0)
+                loop.backward(loss, scaler=scaler)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if loop.epoch_ended:
+                    scheduler.step()
+            return [row["learning_rate"] for row in loop.history]
+
+    straight = rates(tmp_path / "straight", 3)
+    rates(tmp_path / "cut", 1)
+    assert rates(tmp_path / "cut", 3) == straight == [0.1, 0.1, 0.025]
+
+
 def test_a_compiled_model_is_known_by_the_strategy_that_it_was_wrapped_with() -> None:
     with photinus.init("gloo", "cpu"):
         plain = torch.nn.Linear(6, 3)

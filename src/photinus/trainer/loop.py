@@ -252,6 +252,7 @@ class Loop:
         self.steps_per_epoch = None if is_stream else -(-self._batches_per_epoch // self._accumulate)
         restored = self._checkpointer.restore(resume, self._batches_per_epoch)
         self._position, self._rng, self.resumed_from = restored.position, restored.numbers, restored.path
+        self._ledger.rate = restored.position.rate
         if restored.path is not None:
             self._modes.loaded()
             self._judge_again()
@@ -575,6 +576,7 @@ class Loop:
                     self._batches_done = 0
                     position.batches_done += of_step
                     position.step += 1
+                    position.rate = self._ledger.rate
                     keeps = self._checkpointer.step_ended(position.step)
                     status.update(steps=position.step)
                     self._after_step(samples, row_ended=row_ended, epoch_ended=epoch_ended, keeps=keeps)

@@ -30,6 +30,7 @@ class Position:
         elapsed_s: seconds of training (validation and checkpoints left out) of all starts, up to the last row, or to
             the checkpoint that was loaded since.
         logged: what the body logged since the last row.
+        rate: learning rate of the last step of the (first) optimizer; None before it, and where it is not known.
         history: the rows of metrics.csv: one per epoch, or per validation.
     """
 
@@ -42,6 +43,7 @@ class Position:
     loss_samples: int = 0
     elapsed_s: float = 0.0
     logged: dict[str, float] = field(default_factory=dict)
+    rate: Any = None
     history: list[Row] = field(default_factory=list)
     # -- of this start only ------------------------------------------------------------------------------------------
     part_began: float = 0.0  # clock at which this start began to work on the row
@@ -59,12 +61,12 @@ class Position:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
         """The position that `to_dict` described. Raises CheckpointError when something of it is missing."""
-        missing = [name for name in _saved_names() if name not in saved]
+        missing = [name for name in _saved_names() if name not in {*saved, "rate"}]  # which came later
         if missing:
             raise CheckpointError(
                 f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
             )
-        return cls(**{name: saved[name] for name in _saved_names()})
+        return cls(**{name: saved[name] for name in _saved_names() if name in saved})
 
     def begin(self, clock_s: float) -> None:
         """Bodies begin, or go on after a body was left early, whose row goes on."""
