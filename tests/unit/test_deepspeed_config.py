@@ -124,6 +124,13 @@ def test_an_auto_under_the_older_name_of_bf16_is_filled_too():
     assert config.precision == "bfloat16"
 
 
+def test_an_auto_of_float16_is_filled_as_the_error_says():
+    content = {"train_batch_size": 4, "fp16": {"enabled": True, "initial_scale_power": "auto"}}
+    with pytest.raises(ValueError, match=r'initial_scale_power is "auto": .*auto={"initial_scale_power": \.\.\.}'):
+        read(content)
+    assert read(content, auto={"initial_scale_power": 5}).precision.get_scale() == 32.0
+
+
 @pytest.mark.parametrize(
     ("given", "world_size", "found"),
     [
@@ -398,6 +405,12 @@ def test_a_schedule_goes_on_from_its_state():
         optimizer.step()
         schedule.step()
     assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"] > 0
+
+
+def test_the_text_of_a_configuration_is_read_as_its_file_is():
+    assert read(json.dumps(DOCUMENTED)) == read(DOCUMENTED)
+    with pytest.raises(ValueError, match="the text given is not JSON: an object has the key 'a' 2 times"):
+        read(' {"a": 1, "a": 2}')
 
 
 @pytest.mark.parametrize("source", ["[1, 2]", "{"])

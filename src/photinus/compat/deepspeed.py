@@ -118,7 +118,7 @@ def deepspeed_config(
     """Read a DeepSpeed configuration. Rank 0 logs which keys have no effect here.
 
     Args:
-        source: path of the JSON file, or its content.
+        source: path of the JSON file, or its content: a dict, or the text.
         world_size: number of ranks. Default: the session's, else the launcher's.
         auto: values for "auto" in the file, by key: {"lr": 3e-5, "train_micro_batch_size_per_gpu": 8,
             "total_num_steps": 1000, "bf16": True}. Without a value, a warm-up goes from 0 to `lr`, batch sizes follow
@@ -160,13 +160,15 @@ def _content(source: Any) -> dict[str, Any]:
         return dict(source)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"deepspeed_config needs a path or a dict, got {type(source).__name__}")
+    is_text = isinstance(source, str) and source.lstrip().startswith("{")
+    where = "the text given" if is_text else source
     try:
-        text = Path(source).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = str(source) if is_text else Path(source).read_text(encoding="utf-8-sig")  # with an editor's mark
         content = json.loads(text, object_pairs_hook=_object)
     except ValueError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{source} holds a {type(content).__name__}, but an object {{...}} is needed")
+        raise ValueError(f"{where} holds a {type(content).__name__}, but an object {{...}} is needed")
     return content
 
 
@@ -178,7 +180,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_auto(auto: dict[str, Any]) -> dict[str, Any]:
-    names = {*ROOT, *ZERO, *ADAM}
+    names = {*ROOT, *ZERO, *ADAM, *FP16} - {"enabled"}
     names = names.union(*map(kinds_of, (*_optimizers().values(), *SCHEDULES.values())))
     for name in auto:
         if name not in names:
@@ -238,7 +240,8 @@ def _precision(keys: Mapping[str, Any], auto: Mapping[str, Any], notes: list[str
         section = keys.get(name, {})
         if section and "enabled" not in section:
             raise ValueError(f'{name} does not say whether it is on: add "enabled": true or false')
-        substitutes = {"enabled": auto.get(name, auto.get("bf16", False) if name == "bfloat16" else False)}
+        is_on = auto.get(name, auto.get("bf16", False) if name == "bfloat16" else False)
+        substitutes = {**auto, "enabled": is_on}
         settings = read(section, f"{name}.", FP16 if name == "fp16" else BF16, substitutes, notes)
         if settings.get("enabled"):
             on[name] = settings
