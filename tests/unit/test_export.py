@@ -135,6 +135,7 @@ def test_what_cannot_be_exported_is_told_in_one_line_and_nothing_is_left(
     path = tmp_path / "model.safetensors"
     (tmp_path / "there.safetensors").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "runs" / "one" / "checkpoints").mkdir(parents=True)
     large = save(tmp_path / "large", model={"weight": torch.tensor([1.0, -7e4])}, plain={"a": 1})
     before = sorted(tmp_path.iterdir())
     cases: list[tuple[list[Any], str]] = [
@@ -163,6 +164,10 @@ def test_what_cannot_be_exported_is_told_in_one_line_and_nothing_is_left(
         ([large, "-o", path, "--best"], "has no best checkpoint: its run needed save=photinus.Saving(best="),
         ([tmp_path / "nowhere", "-o", path], "there is no such folder."),
         ([tmp_path / "empty", "-o", path], "empty has no manifest"),
+        (
+            [tmp_path / "runs", "-o", path],
+            f"runs is a folder of runs: name one of them, as in {tmp_path / 'runs' / 'one'}",
+        ),
     ]
     for words, text in cases:
         assert export(*words) == 2, words

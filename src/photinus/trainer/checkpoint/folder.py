@@ -394,6 +394,8 @@ def find_checkpoint(path: Path, *, best: Any = None, step: int | None = None) ->
     found: Checkpoint | None
     is_checkpoint = (path / NAME).exists() and best is None and step is None
     if is_checkpoint or not (inside.is_dir() or folder._paths()):
+        if runs := sorted(each.parent.name for each in path.glob(f"*/{CHECKPOINTS}")):
+            raise CheckpointError(f"{path} is a folder of runs: name one of them, as in {path / runs[-1]}")
         return Checkpoint(path)
     if step is not None:
         found = folder._first_good([p for p in folder._paths(newest_first=True) if _step_in(p.name) == step])
