@@ -200,6 +200,19 @@ def test_lazily_conjugated_outputs_are_written_as_they_are(tmp_path: Path) -> No
     assert np.array_equal(np.load(tmp_path / "out.npy"), inputs - 1j * inputs)
 
 
+def test_outputs_whose_type_numpy_lacks_are_written_as_float32(tmp_path: Path) -> None:
+    def narrow(model: nn.Module, batch: Any) -> Tensor:
+        narrowed: Tensor = batch[0].to(torch.float8_e4m3fn)
+        return narrowed
+
+    with photinus.init("gloo", "cpu"):
+        photinus.predict(Net(), points(20), batch_size=8, forward=narrow, out=tmp_path / "out.npy")
+        found = photinus.predict(Net(), points(20), batch_size=8, forward=narrow)
+    written = np.load(tmp_path / "out.npy")
+    assert written.dtype == np.float32
+    assert torch.equal(torch.from_numpy(written), found.float())
+
+
 @pytest.mark.parametrize("out", [None, "out.npy"])
 def test_outputs_of_different_types_are_refused(tmp_path: Path, out: str | None) -> None:
     blocks = iter((torch.float32, torch.float64))

@@ -49,7 +49,8 @@ def predict(
         forward: function forward(model, batch) that returns a tensor, or a tuple, list or dict of them, each with a row
             per sample. Default: `model(batch)`, or `model(inputs)` for a batch (inputs,) or (inputs, targets).
         out: file to write instead of returning anything: a NumPy array (.npy), which may be larger than memory. For
-            outputs of one tensor; bfloat16 is written as float32. Rank 0 writes it, and replaces what was there.
+            outputs of one tensor; bfloat16 and 8-bit floats are written as float32. Rank 0 writes it, and replaces what
+            was there.
         on_all_ranks: return the outputs on every rank, not only on rank 0.
 
     Returns:
@@ -164,7 +165,8 @@ class _Rows:
         """Append the rows of a block."""
         if not isinstance(outputs, Tensor):
             raise TypeError("out= takes outputs of one tensor: give forward=..., which returns one of them")
-        rows = (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).contiguous().numpy()
+        is_known = not outputs.is_floating_point() or outputs.dtype in (torch.float16, torch.float32, torch.float64)
+        rows = (outputs if is_known else outputs.float()).contiguous().numpy()
         if not self._kind:
             self._kind = _kind_of(outputs)
             descr = np.lib.format.dtype_to_descr(rows.dtype)
