@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -164,6 +166,10 @@ def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
         for tensor in (weight, weight.grad):
             tensor.data *= 0
         found["data in place"] = float(weight.abs().sum() + weight.grad.abs().sum())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.save(model.state_dict(), io.BytesIO())
+        found["saved by torch"] = " ".join(str(each.message) for each in caught)
         penalty = model.weight.square().sum()
         found["penalty of parts"] = _error(lambda: photinus.backward(model(inputs[rank]).sum() + penalty))
         found["to the same"] = _error(lambda: model.to("cpu").float())
@@ -208,6 +214,7 @@ def test_parameters_that_only_some_ranks_or_steps_use_are_trained_as_by_one_proc
         ("old parameters cleared", "PhotinusError: weight of Linear was split"),
         ("copy of an old parameter", "no error"),
         ("penalty of parts", "ValueError: the loss was computed from parts of split parameters .*model's forward"),
+        ("saved by torch", "a tensor that is split over 2 ranks is pickled .* use photinus.save on all ranks"),
         ("to the same", "no error"),
         ("to another", "TypeError: a split model keeps dtype, device and layout"),
         ("unfrozen on one rank", "ModelMismatchError: .*gradient of 0.weight=as averaged on rank 0, changed 1 times"),

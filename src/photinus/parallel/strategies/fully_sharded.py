@@ -28,7 +28,7 @@ from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import control_device
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.sharded_optimizer import check_repointable, repoint
-from ..zero.split_parts import drop_gathered, note_split, note_sums, split_models, split_once, watch_split_models
+from ..zero.split_parts import drop_gathered, note_split, split_models, split_once, watch_split_models, with_sums
 from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.split_values import watch_values
 from ..zero.step_facts import StepFacts, facts_of
@@ -187,7 +187,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def _without_exchange(self, wrapped: nn.Module) -> Iterator[None]:
-        note_sums(wrapped)
+        with_sums.add(wrapped)
         units = [cast(Any, unit) for unit in wrapped.modules() if hasattr(unit, "set_requires_gradient_sync")]
         inside = vars(wrapped).get("inside_no_sync", False)  # torch cannot be asked what is in force
         try:

@@ -204,7 +204,7 @@ def note_steps(optimizers: Sequence[Optimizer], facts: StepFacts) -> None:
     for optimizer in cast("Sequence[_Sharded]", optimizers):
         optimizer._step_facts = facts
     if not all(map(_all_ranks_step_some, optimizers)):
-        facts.ignore_states()
+        facts.compares_states = False
 
 
 def _all_ranks_step_some(optimizer: Optimizer) -> bool:

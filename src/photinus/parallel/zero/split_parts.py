@@ -8,6 +8,7 @@ torch's DTensor would ignore without a word is refused.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
@@ -31,7 +32,7 @@ split_once: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
 split_models: weakref.WeakSet[HeldParameters] = weakref.WeakSet()  # the parameters of each split model
 _gathered: Any = WeakIdKeyDictionary()  # the parts that ranks hold -> references to Gathered
-_with_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # split models that have been inside no_sync
+with_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # split models that were inside no_sync
 
 
 class Gathered:
@@ -110,11 +111,6 @@ def state_of(unit: Any) -> Any:
     return cast(Any, fully_shard).state(unit)
 
 
-def note_sums(model: nn.Module) -> None:
-    """Before a forward of a split model inside no_sync: `zero_grad` has more to drop from now on."""
-    _with_sums.add(model)
-
-
 def drop_gathered(model: torch.nn.Module) -> None:
     """Drops the gathered parameters that a forward has left in a model. They would not change with the parts."""
     for module in model.modules():
@@ -148,6 +144,7 @@ def _watch_parts() -> None:
     grad: Any = torch.Tensor.grad
     of_optimizer: Any = Optimizer.zero_grad
     of_model: Any = FSDPModule._apply
+    reduce: Any = DTensor.__reduce_ex__
 
     @functools.wraps(register)
     def register_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -176,13 +173,20 @@ def _watch_parts() -> None:
     def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
         """Lets `p.grad = None` drop what was added up without an exchange."""
         grad.__set__(tensor, value)
-        if value is None and _with_sums:
+        if value is None and with_sums:
             _drop_sums([tensor])
+
+    def reduce_ex(tensor: Any, protocol: Any) -> Any:
+        """Behind pickle and torch.save."""
+        if (ranks := tensor.device_mesh.size()) > 1:
+            text = f"a tensor that is split over {ranks} ranks is pickled (by torch.save?), and this rank's part alone"
+            warnings.warn(f"{text}. To save the whole, use photinus.save on all ranks, or full_tensor()", stacklevel=2)
+        return reduce(tensor, protocol)
 
     @functools.wraps(of_optimizer)
     def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
         of_optimizer(optimizer, set_to_none)
-        if _with_sums:
+        if with_sums:
             _drop_sums(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def zero_grad_of_model(model: Any, set_to_none: bool = True) -> None:
@@ -207,6 +211,7 @@ def _watch_parts() -> None:
     DTensor.register_hook = register_hook  # type: ignore[method-assign]
     DTensor.data = property(get_data, set_data)  # type: ignore[assignment]
     DTensor.grad = property(grad.__get__, set_grad)  # type: ignore[assignment]
+    cast(Any, DTensor).__reduce_ex__ = reduce_ex
     cast(Any, Optimizer).zero_grad = _disable_dynamo(cast(Any, zero_grad))
     cast(Any, FSDPModule).zero_grad = zero_grad_of_model
     cast(Any, FSDPModule)._apply = apply
@@ -242,8 +247,8 @@ def watch_split_models() -> None:
 
 def _unaveraged(parameters: Collection[Any]) -> list[str]:
     """Return the names of the parameters that have a gradient which no exchange has averaged. No step finds these."""
-    with_sums = [part for part in parameters if (gathered := _gathered_of(part)) is not None and gathered.has_sum()]
-    return [holder.names[part] for part in with_sums for holder in split_models if part in holder.names]
+    waiting = [part for part in parameters if (gathered := _gathered_of(part)) is not None and gathered.has_sum()]
+    return [holder.names[part] for part in waiting for holder in split_models if part in holder.names]
 
 
 def _look(optimizer: Optimizer) -> list[Any]:

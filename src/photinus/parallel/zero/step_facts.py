@@ -68,6 +68,8 @@ class StepFacts:
         digest: of all steps so far, 48 bits; equal on ranks that did the same.
         is_split: whether the parameters are parts.
         is_deferred: a Loop compares, with its losses.
+        compares_states: False where a rank steps no parameter: it could not tell of changes of all that optimizers
+            remember.
         number: of all that this process made, which all ranks make in one order.
     """
 
@@ -90,7 +92,7 @@ class StepFacts:
         on_cpu = all(each.device.type == "cpu" for each in self._parameters)
         self._memory = memory if on_cpu else None
         self._bits: dict[int, tuple[int, Tensor]] = {}  # of parameters, by index: address, and the whole as integers
-        self._compares_states, self.is_deferred = True, False
+        self.compares_states, self.is_deferred = True, False
         self._forwards = 0
         on_gpu = control_device(group).type != "cpu"
         self._every = _FORWARDS_PER_EXCHANGE_ON_GPU if on_gpu else _FORWARDS_PER_EXCHANGE
@@ -112,10 +114,6 @@ class StepFacts:
         # By optimizer: of each tensor that it remembers, by parameter and name, the tensor and its version.
         self._states: weakref.WeakKeyDictionary[Optimizer, dict[tuple[int, str], tuple[weakref.ref[Tensor], int]]]
         self._states = weakref.WeakKeyDictionary()  # not by `id`, which an optimizer may have from one that is gone
-
-    def ignore_states(self) -> None:
-        """A rank steps no parameter, so it could not tell of changes of all that optimizers remember."""
-        self._compares_states = False
 
     # ---- what is noted
 
@@ -234,7 +232,7 @@ class StepFacts:
         Where each rank remembers other parameters: names alone, and a mark where only some of this rank's changed.
         """
         before = self._states.get(optimizer)
-        if before is None or not self._compares_states:
+        if before is None or not self.compares_states:
             return []
         now = dict(self._remembered(optimizer))
         changed = before.keys() - now.keys()
