@@ -182,7 +182,7 @@ runpy.run_module("photinus.run.remote", run_name="__main__")
             "No module named 'photinus.nothing_of_the_kind'",
         ),
         (f"{sys.executable} OLD_REMOTE", "Photinus 0.0.1 is installed there, and "),
-        (f"{sys.executable} NO_TORCH", "torch is not installed there. Install the same torch as on the other hosts"),
+        (f"{sys.executable} NO_TORCH", "photinus run needs PyTorch, which"),
     ],
     ids=["no Python", "no Photinus", "another version", "no torch"],
 )

@@ -12,10 +12,12 @@ from tests.fork_server import REPOSITORY
 PLAY = """
 import os, sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from photinus.run.local.guard import as_subreaper, start_guard
 from photinus.run.local.interrupts import handle_signals
 from photinus.run.local.output import Output
+from photinus.run.local.processes import Processes
 from photinus.run.local.store import StoreProcess
 
 folder = Path(sys.argv[1])
@@ -39,7 +41,8 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
     program = Program("script", str(folder / "train.py"))
     job = Job(JobSpec(program, max_restarts=0, cpu=True, stop_grace_s=5.0), "mine", 2, dict(os.environ))
     leader = Leader(job, lambda text, alarm: output.say(text), store)
-    agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
+    processes = partial(Processes, guard=guard, output=output, interrupts=interrupts)
+    agent = Agent(job, leader, output, interrupts, processes)
     with as_subreaper():
         verdict = agent.run()
     output.close()

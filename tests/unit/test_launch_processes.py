@@ -368,7 +368,7 @@ def test_before_anything_runs_an_interrupt_strikes_at_once():
         assert time.monotonic() - begun < DEADLINE_S / 2
 
 
-def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
+def test_a_worker_that_cannot_be_started_raises_the_systems_error(tmp_path):
     with handle_signals() as interrupts, closing(Output()) as output:
         guard = NoGuard()
         processes = made(Program("script", "x" * 200_000), 1, guard=guard, output=output, interrupts=interrupts)

@@ -29,10 +29,8 @@ def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
     if read_torchrun(environ) is not None and env.JOB_ID.name in environ:
         return hosts  # a worker of a launcher, which starts processes of its own
     try:
-        scheduler = read_scheduler(environ)
-        if scheduler is None:
-            job = slurm_job(environ)
-            if job is None or job.hosts == 1:
+        if (scheduler := read_scheduler(environ)) is None:
+            if (job := slurm_job(environ)) is None or job.hosts == 1:
                 return hosts
             # In a batch script or the shell of salloc: the other hosts would stay idle.
             raise UsageError(

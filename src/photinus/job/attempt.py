@@ -9,8 +9,7 @@ would wait for it in vain, and it has no connection to them yet. So its launcher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from ..errors import LaunchError
 from .restart_policy import Report, Verdict
@@ -35,8 +34,7 @@ Order = Literal["stop", "regroup", "save", "done"]
 """
 
 
-@dataclass(frozen=True)
-class AttemptMembers:
+class AttemptMembers(NamedTuple):
     """One attempt: who takes part.
 
     Attributes:

@@ -93,11 +93,7 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
             inside = path if mount_root == "/" else path.removeprefix(mount_root)
             top = root / mount_point.lstrip("/")
             folder = top / inside.lstrip("/")
-            while True:
-                yield folder
-                if folder == top or top not in folder.parents:
-                    break
-                folder = folder.parent
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:

@@ -20,8 +20,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 BANNER = b"PHOTINUS-JOB/1\n"
 _NONCE_BYTES = 32
@@ -88,8 +87,7 @@ async def _prove(
         raise HandshakeError("it claims to belong to this job, but cannot prove it")
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """A caller that waits for an answer: `accept`, if it has proved itself, or `refuse`."""
 
     purpose: str
@@ -125,10 +123,8 @@ async def answer(
 
 
 async def _claim(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
-    theirs = await reader.readexactly(_NONCE_BYTES)
-    proof = await reader.readexactly(_PROOF_BYTES)
-    length = await reader.readexactly(1)
-    return theirs, proof, await reader.readexactly(length[0])
+    head = await reader.readexactly(_NONCE_BYTES + _PROOF_BYTES + 1)
+    return head[:_NONCE_BYTES], head[_NONCE_BYTES:-1], await reader.readexactly(head[-1])
 
 
 def _excerpt(data: bytes | bytearray) -> str:

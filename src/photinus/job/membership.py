@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .restart_policy import Report
 
@@ -36,8 +37,7 @@ class RefusedHostError(Exception):
     """The host cannot take part; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class PeerHost:
+class PeerHost(NamedTuple):
     """A host that takes part, or wants to. `key` is known to the leader for this connection only."""
 
     key: int
@@ -53,23 +53,20 @@ class PeerHost:
         return f"{self.host} ({self.address})"
 
 
-@dataclass(frozen=True)
-class StartAttempt:
+class StartAttempt(NamedTuple):
     """Start an attempt with these hosts, in the order of their ranks."""
 
     peers: tuple[PeerHost, ...]
     attempt: int
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """These hosts end their workers and report, since a worker of another one failed."""
 
     keys: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Regroup:
+class Regroup(NamedTuple):
     """These hosts end their workers and gather again; `unharmed`: no worker is missing yet, so they can save first."""
 
     keys: tuple[int, ...]
@@ -77,15 +74,13 @@ class Regroup:
     unharmed: bool = False
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(NamedTuple):
     """Close the connection to this host, which does not do what it was asked to; it may come back."""
 
     key: int
 
 
-@dataclass(frozen=True)
-class Decide:
+class Decide(NamedTuple):
     """All have reported: find the verdict, tell all, and call `go_on`."""
 
     reports: tuple[Report, ...]
@@ -94,16 +89,14 @@ class Decide:
     attempt: int
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """The job is over, for all hosts. `reason` is empty when it ended well."""
 
     reason: str
     exit_code: int
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(NamedTuple):
     """Words for the leader's terminal."""
 
     text: str

@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import NotInitializedError
+from .cgroup import text_of
 from .slurm import SlurmStep
 from .world import LauncherEnv, World, read_scheduler
 
@@ -26,8 +27,7 @@ _LOOPBACK = "127.0.0.1"
 _STEPS_APART = 1021  # prime: the steps of a job, and the same step of the next jobs, do not meet
 
 
-@dataclass(frozen=True)
-class RendezvousAddress:
+class RendezvousAddress(NamedTuple):
     """The address at which the ranks connect.
 
     Attributes:
@@ -163,11 +163,9 @@ _GENERATIONS = 64
 def hydra_proxy(pid: int | str = "self", root: Path = Path("/proc")) -> int | None:
     """The process id of the proxy that started this process, alike for all ranks of its host; None without one."""
     for _ in range(_GENERATIONS):
-        try:
-            stat = (root / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # /proc is not there, or hides other users' processes
+        number, _, rest = text_of(root / str(pid) / "stat").partition(" (")
+        if not rest:  # /proc is not there, or hides other users' processes
             return None
-        number, _, rest = stat.partition(" (")
         name, _, fields = rest.rpartition(") ")
         if name == _PROXY:
             return int(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .deaths import (
     Death,
@@ -143,8 +143,7 @@ def _left_early(report: Report) -> bool:
     return any(sign in raised.text.lower() for sign in signs)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Decide what follows from a failure.
 
     Attributes:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from ..version import __version__
@@ -263,7 +262,7 @@ class Leader:
             elif isinstance(act, membership.Decide):
                 self._decide(act)
             elif isinstance(act, membership.End):
-                self._send(tuple(self._writers), {"type": "end", **asdict(act)})
+                self._send(tuple(self._writers), {"type": "end", **act._asdict()})
 
     def _start_attempt(self, act: membership.StartAttempt) -> None:
         for task in self._carried:
@@ -301,7 +300,7 @@ class Leader:
     def _decide(self, act: membership.Decide) -> None:
         verdict = self._policy.decide(act.reports, world_size=act.world_size, attempt=act.attempt)
         self._say(verdict.text, not verdict.suspended)
-        self._send(act.keys, {"type": "verdict", **asdict(verdict)})
+        self._send(act.keys, {"type": "verdict", **verdict._asdict()})
         self._rules.go_on(verdict.restart, time.monotonic())
 
     def _send(self, keys: Sequence[int], message: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 _MOST_HOSTS = 100_000
 _NUMBERS = r"\d+(?:-\d+)?"
@@ -59,8 +58,7 @@ _NOT_BY_SRUN = frozenset({"4294967290", "4294967291", "4294967292", "4294967293"
 _MOST_TASKS = 10_000_000
 
 
-@dataclass(frozen=True)
-class SlurmStep:
+class SlurmStep(NamedTuple):
     """The variables that srun sets for each task.
 
     Attributes:
@@ -84,8 +82,7 @@ class SlurmStep:
     tasks_per_host: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SlurmJob:
+class SlurmJob(NamedTuple):
     """The request of a job, as a process inside it sees it, with srun or without.
 
     Attributes:
@@ -109,15 +106,15 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     if not step_id or step_id in _NOT_BY_SRUN or "SLURM_PROCID" not in environ:
         return None
     # The step's own numbers: SLURM_NTASKS and its like may still be those of the job around it.
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    tasks = whole_number(environ, "Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if tasks is None:
         raise ValueError(f"srun started step {step_id}, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
-    host_rank = _number(environ, "SLURM_NODEID") or 0
+    host_rank = whole_number(environ, "Slurm", "SLURM_NODEID") or 0
     per_host = _read(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks_per_host)
     if sum(per_host) != tasks or host_rank >= len(per_host):
         per_host = ()
-    rank = _number(environ, "SLURM_PROCID") or 0
-    local_rank = _number(environ, "SLURM_LOCALID")
+    rank = whole_number(environ, "Slurm", "SLURM_PROCID") or 0
+    local_rank = whole_number(environ, "Slurm", "SLURM_LOCALID")
     return SlurmStep(
         job_id=environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0",
         step_id=step_id,
@@ -140,10 +137,10 @@ def slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job_id:
         return None
-    hosts = _number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    hosts = whole_number(environ, "Slurm", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     per_host = _read(environ, ("SLURM_TASKS_PER_NODE",), tasks_per_host)
-    tasks = _number(environ, "SLURM_NTASKS", "SLURM_NPROCS")
-    if tasks is None and (each := _number(environ, "SLURM_NTASKS_PER_NODE")) is not None:
+    tasks = whole_number(environ, "Slurm", "SLURM_NTASKS", "SLURM_NPROCS")
+    if tasks is None and (each := whole_number(environ, "Slurm", "SLURM_NTASKS_PER_NODE")) is not None:
         tasks = each * hosts
     # Without a number of tasks, TASKS_PER_NODE counts the cores: nobody asked for so many processes.
     return SlurmJob(job_id, tasks=tasks or 1, hosts=max(hosts, len(per_host)))
@@ -196,23 +193,25 @@ def reachable_address(host: str) -> str:
     return match[1] if match else host
 
 
-def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is set, as a number."""
+def whole_number(environ: Mapping[str, str], launcher: str, *names: str) -> int | None:
+    """The first of these variables of a launcher that is set, as a number; None when none is.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
     for name in names:
-        text = environ.get(name)
-        if text:
+        if text := environ.get(name):
             try:
                 return int(text)
             except ValueError:
-                raise ValueError(f"{name}={text!r} (from Slurm) is not a whole number") from None
+                raise ValueError(f"{name}={text!r} (from {launcher}) is not a whole number") from None
     return None
 
 
 def _read(environ: Mapping[str, str], names: Sequence[str], parse: Callable[[str], tuple[T, ...]]) -> tuple[T, ...]:
     """The first of these variables that is set, parsed; empty when none is."""
     for name in names:
-        text = environ.get(name)
-        if text:
+        if text := environ.get(name):
             try:
                 return parse(text)
             except ValueError as error:

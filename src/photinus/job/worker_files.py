@@ -20,6 +20,7 @@ import os
 import struct
 import zlib
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from .. import env
 
@@ -29,8 +30,7 @@ _MAGIC = b"PHOTIMG1"
 _FOR_TORCH = "TORCHELASTIC_ERROR_FILE"
 
 
-@dataclass(frozen=True)
-class WorkerFiles:
+class WorkerFiles(NamedTuple):
     """The paths of one worker's files, and of all images on its host."""
 
     error: str = ""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import env
 from ..errors import WorldSizeError
-from .slurm import SlurmStep, slurm_job, slurm_step
+from .slurm import SlurmStep, slurm_job, slurm_step, whole_number
 
 
-@dataclass(frozen=True)
-class LauncherEnv:
+class LauncherEnv(NamedTuple):
     """A process's place as its launcher's variables say it, not checked yet. None where a variable is missing.
 
     Attributes:
@@ -88,16 +88,9 @@ def _read(launcher: str, names: tuple[str, ...], environ: Mapping[str, str]) -> 
     if names[0] not in environ and names[1] not in environ:
         return None
 
-    def number(name: str) -> int | None:
-        text = environ.get(name)
-        if not text:
-            return None
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"{name}={text!r} (from {launcher}) is not a whole number") from None
-
-    rank, world_size, local_rank, local_world_size, *host_rank = map(number, names)
+    rank, world_size, local_rank, local_world_size, *host_rank = (
+        whole_number(environ, launcher, name) for name in names
+    )
     return LauncherEnv(launcher, rank, world_size, local_rank, local_world_size, next(iter(host_rank), None), names[:4])
 
 

@@ -18,12 +18,10 @@ from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
 from ..job.restart_policy import Report, RestartPolicy, Verdict
 from ..job.status import LAST_CHECKPOINT
-from .local.guard import Guard
 from .local.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .local.job import Job
 from .local.output import Output
 from .local.processes import Processes
-from .local.start_method import StartMethod
 from .local.store import StoreProcess
 
 _LOOK_S = 0.5
@@ -62,8 +60,7 @@ class OneHost:
         loss = self._store.loss()
         if not loss:
             return "done" if self._finished else None
-        restart = self._policy.spend_restart()
-        if not restart:
+        if not (restart := self._policy.spend_restart()):
             raise JobEndedError(f"{loss}. No restarts left (--max-restarts {self._job.spec.max_restarts})")
         self._say(f"photinus: {loss}: starting all workers again ({restart})\n", True)
         return "regroup"
@@ -92,7 +89,8 @@ class Agent:
     Args:
         job: what to run.
         peers: the hosts of the job.
-        guard, output, interrupts, start_method: see their modules.
+        output, interrupts: see their modules.
+        processes: makes the `Processes` of an attempt of the job, with these two.
 
     Attributes:
         suspension: what is saved, when the launcher was asked to end; None for nothing.
@@ -100,25 +98,17 @@ class Agent:
     """
 
     def __init__(
-        self,
-        job: Job,
-        peers: Peers,
-        *,
-        guard: Guard,
-        output: Output,
-        interrupts: Interrupts,
-        start_method: StartMethod | None = None,
+        self, job: Job, peers: Peers, output: Output, interrupts: Interrupts, processes: Callable[..., Processes]
     ) -> None:
         self._job = job
         self._grace_s = job.spec.stop_grace_s
         self._peers = peers
-        self._guard = guard
         self._output = output
         self._interrupts = interrupts
-        self._start_method = start_method
+        self._make_processes = processes
         self._processes: Processes | None = None
         self._began_s: float | None = None
-        self._has_preempted = False  # --preempt-after
+        self._preempt_after_s = job.spec.preempt_after_s
         self._has_said_waiting = False
         self.suspension: str | None = None
         self.ended_workers = False
@@ -179,15 +169,7 @@ class Agent:
             raise LaunchError("cannot restart the workers: their working directory was removed") from None
         host = (self._job.spec.started_as or socket.gethostname()) if len(members.workers) > 1 else ""
         self._output.begin_attempt(members.attempt, members.job_id, host)
-        self._processes = processes = Processes(
-            self._job,
-            members,
-            guard=self._guard,
-            output=self._output,
-            interrupts=self._interrupts,
-            orders=self._peers.fd,
-            start_method=self._start_method,
-        )
+        self._processes = processes = self._make_processes(self._job, members, orders=self._peers.fd)
         try:
             processes.start()
         except OSError as error:
@@ -292,11 +274,10 @@ class Agent:
 
     def _pass_on_suspension(self, processes: Processes) -> None:
         """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""
-        preempt_after_s, interrupts = self._job.spec.preempt_after_s, self._interrupts
+        interrupts = self._interrupts
         self._began_s = self._began_s or time.monotonic()
-        if preempt_after_s is not None and not self._has_preempted:
-            self._has_preempted = time.monotonic() - self._began_s >= preempt_after_s
-            interrupts.suspension_wanted |= self._has_preempted
+        if self._preempt_after_s is not None and time.monotonic() - self._began_s >= self._preempt_after_s:
+            self._preempt_after_s, interrupts.suspension_wanted = None, True
         if not interrupts.suspension_wanted:
             return
         if processes.can_suspend():

@@ -14,7 +14,6 @@ its lifeline (see `lifeline`).
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -97,8 +96,6 @@ def _prepare(request: dict[str, Any]) -> tuple[Job, socket.socket | None]:
     if own not in path.split(os.pathsep):
         os.environ["PATH"] = own + os.pathsep + path
     sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # where a module is looked for
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("torch is not installed there. Install the same torch as on the other hosts.")
     job = plan(spec, os.environ)
     return job, None if request["listen"] is None else listen_as(**request["listen"])
 

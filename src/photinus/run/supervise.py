@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from ..errors import LaunchError
 from ..job.attempt import JobEndedError, Peers
@@ -24,6 +25,7 @@ from .local.interrupts import Interrupted, Interrupts, handle_signals
 from .local.job import Job
 from .local.logs import Logs
 from .local.output import Output
+from .local.processes import Processes
 from .local.start_method import StartMethod
 from .local.store import StoreProcess
 from .plan import dry_run_text, place_on_gpus
@@ -59,14 +61,13 @@ def supervise(job: Job, *, listener: socket.socket | None = None) -> int:
         store = stack.enter_context(closing(StoreProcess(method, output.say)))
         stack.enter_context(as_subreaper())
         try:
-            if is_number_typed := job.local_world_size > 0:  # torch is imported while this process counts the GPUs
+            if job.local_world_size > 0:  # torch is imported while this process counts the GPUs
                 method.begin(job)
             with interrupts.raise_at_once():
                 job = place_on_gpus(job, count_gpus)
             for note in job.notes:
                 output.say(f"photinus: {note}\n")
-            if not is_number_typed:
-                method.begin(job)
+            method.begin(job)
             if spec.dry_run:
                 print(dry_run_text(job, method.wait()))
                 return 0
@@ -76,7 +77,8 @@ def supervise(job: Job, *, listener: socket.socket | None = None) -> int:
                 peers = stack.enter_context(_join(job, output, store, listener))
         except Interrupted:
             return _report_interrupt(spec, interrupts, output, 0)
-        agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts, start_method=method)
+        processes = partial(Processes, guard=guard, output=output, interrupts=interrupts, start_method=method)
+        agent = Agent(job, peers, output, interrupts, processes)
         try:
             verdict = agent.run()
         except Interrupted:

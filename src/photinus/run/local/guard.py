@@ -3,8 +3,8 @@
 A worker asks the kernel to die with its launcher (see `worker`), but its children (data loaders, compilers) do not.
 The guard is a process forked from the launcher before any threads are there: small, in a session of its
 own, deaf to Ctrl-C. It reads a pipe whose other end only the launcher holds. The launcher writes down each worker's
-process group; when the pipe ends without a good-bye, the launcher was killed, and the guard kills those groups, and
-removes the folders that it was told of.
+process group, and kills the guard when it leaves in good order. When the pipe ends, the launcher was killed, and the
+guard kills those groups, and removes the folders that it was told of.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterator
 
 _PR_SET_CHILD_SUBREAPER = 36
-_GOODBYE = b"goodbye\n"
-_LEAVE_S = 2.0
 _DYING_S = 5.0
 
 
@@ -43,16 +41,10 @@ class Guard:
         self._write(b"remove %s\n" % os.fsencode(folder).hex().encode())
 
     def close(self) -> None:
-        """The launcher leaves in good order: the guard has nothing to do and ends."""
-        self._write(_GOODBYE)
+        """The launcher leaves in good order: the guard has nothing to do, and ends before its pipe does."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
         os.close(self._pipe)
-        deadline = time.monotonic() + _LEAVE_S
-        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > deadline:  # stopped by someone: it is ours, and not needed any more
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                return
-            time.sleep(0.002)
 
     def _write(self, line: bytes) -> None:
         # Somebody killed the guard. The workers still die with the launcher; only their children lose protection.
@@ -111,23 +103,15 @@ def _stand_guard(reading: int) -> None:
 
     groups: set[int] = set()
     folders: list[bytes] = []
-    text = b""
-    while True:
-        piece = os.read(reading, 4096)
-        text += piece
-        *lines, text = text.split(b"\n")
+    with open(reading, "rb") as lines:
         for line in lines:
-            word, _, value = line.partition(b" ")
+            word, value = line.split()
             if word == b"protect":
                 groups.add(int(value))
             elif word == b"release":
                 groups.discard(int(value))
-            elif word == b"remove":
-                folders.append(bytes.fromhex(value.decode()))
             else:
-                return
-        if not piece:
-            break
+                folders.append(bytes.fromhex(value.decode()))
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

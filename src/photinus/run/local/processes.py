@@ -130,14 +130,10 @@ class Processes:
         self._stopped = False
 
     def start(self) -> None:
-        """Starts all workers of this host; when one cannot be started, ends the others and raises OSError."""
+        """Starts all workers of this host. OSError: one cannot be started; `stop` ends the others."""
         self._others = _children_of(os.getpid())
-        try:
-            for local_rank in range(self._job.local_world_size):
-                self._workers.append(self._start(local_rank))
-        except OSError:
-            self.stop(signal.SIGKILL, 0.0)
-            raise
+        for local_rank in range(self._job.local_world_size):
+            self._workers.append(self._start(local_rank))
 
     def wait(self, timeout_s: float) -> None:
         """Returns when a worker has ended, an interrupt has come, or the time is over."""
@@ -278,9 +274,8 @@ class Processes:
         host = socket.gethostname()
         deaths = []
         for worker in self._workers:
-            if worker.status in (None, 0):
+            if not worker.status:
                 continue
-            assert worker.status is not None
             # A worker that was asked to leave has no failure of its own, unless somebody else killed it just then.
             outright = worker.ended_outright and worker.status == -signal.SIGKILL
             struck = worker.status == -signal.SIGKILL and not worker.killed_by_us and not outright
@@ -331,13 +326,12 @@ class Processes:
 
     def _start(self, local_rank: int) -> _Worker:
         program, rank = self._job.spec.program, self._members.first_rank + local_rank
-        files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
-        error_file, fault_file, status_file = files
+        error, fault, status = (os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status"))
         words = [str(os.getpid()), self._job.temporary]
         words += [program.kind, program.target, *program.arguments_of(local_rank)]
         environ = self._job.environ(self._members, local_rank)
-        error, fault, status = map(path_of, files)
-        environ |= WorkerFiles(error, fault, status, self._job.images).environ() | {env.OUT.name: self._job.out}
+        environ |= WorkerFiles(path_of(error), path_of(fault), path_of(status), self._job.images).environ()
+        environ[env.OUT.name] = self._job.out
         stdout, stderr = self._output.ends_for(rank, local_rank)
         stdin = None if rank == 0 else subprocess.DEVNULL
         try:
@@ -352,10 +346,6 @@ class Processes:
                 stderr=stderr,
                 start_new_session=True,
             )
-        except OSError:
-            for file in files:
-                os.close(file)
-            raise
         finally:
             for end in (stdout, stderr):
                 if end is not None:
@@ -364,7 +354,7 @@ class Processes:
         self._interrupts.groups.add(process.pid)
         pidfd = os.pidfd_open(process.pid)
         self._poll.register(pidfd, select.POLLIN)
-        return _Worker(rank, local_rank, process, pidfd, error_file, fault_file, status_file, time.monotonic())
+        return _Worker(rank, local_rank, process, pidfd, error, fault, status, time.monotonic())
 
     def _wait_for_ends(self, deadline: float, enough: Callable[[], bool]) -> None:
         """Until all workers have ended, it is enough, or the monotonic clock is at the deadline."""
@@ -434,11 +424,8 @@ class Processes:
 
 
 def _children_of(pid: int) -> set[int]:
-    found: list[str] = []
-    for file in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError):  # it has just ended
-            found += Path(file).read_text().split()
-    return set(map(int, found))
+    files = glob.glob(f"/proc/{pid}/task/*/children")
+    return {int(child) for file in files for child in text_of(Path(file)).split()}
 
 
 def _is_of_a_worker(pid: int) -> bool:

@@ -77,8 +77,8 @@ class StartMethod:
         self._refusal = self._decide() or None  # None: not known yet; empty: workers are forked
 
     def begin(self, job: Job) -> None:
-        """Start the process that forks, where one is needed, in the environment of this job's workers."""
-        if self._refusal:
+        """Start the process that forks, where one is needed, in the environment of this job's workers; once."""
+        if self._refusal or self._process is not None:
             return
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program, mark = self._spec.program, f"fork:{theirs.fileno()}:{','.join(self._modules)}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import UsageError
 
@@ -14,8 +14,7 @@ _MPICH = re.compile(r"([^:\s]+):(\d+)")
 _IGNORED = ("max-slots",)  # Open MPI's: how many it may be at most, were more asked for than there are slots
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A host as its line in the file says it: how many workers it takes, whose account is used there, FILE:LINE."""
 
     name: str

@@ -24,10 +24,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import LaunchError
 from ...job.own_address import reaches_from
@@ -53,8 +53,7 @@ _PREPARE_S = 20.0  # names are looked up, and file systems may be slow
 _PATIENCE_S, _HASTE_S = 1.0, 0.1
 
 
-@dataclass(frozen=True)
-class SshOptions:
+class SshOptions(NamedTuple):
     """The way to reach hosts: the ssh command and port, and the names of environment variables to pass."""
 
     command: str = "ssh"
