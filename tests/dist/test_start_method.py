@@ -368,6 +368,18 @@ def test_the_death_of_the_process_costs_no_worker_and_is_named_when_one_is_misse
     assert "killed processes that the workers left" not in ended.err
 
 
+def test_a_process_that_does_not_answer_is_not_said_to_have_been_killed(tmp_path: Path) -> None:
+    kills = "import os, signal\ngeneration = 0\ndef forked():\n    global generation\n    generation += 1\n"
+    kills += (
+        "    if generation == 2: os.kill(os.getpid(), signal.SIGKILL)\nos.register_at_fork(after_in_child=forked)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(kills)  # each worker dies when it has just been forked
+    program = script(tmp_path, "import torch\nprint('done')")
+    ended = run_job("-n", "1", "--cpu", program, PYTHONPATH=str(tmp_path))
+    assert (ended.code, ended.out) == (0, "done\n")
+    assert re.search(r"photinus: the process that forks workers \(pid \d+\) does not answer: they start", ended.err)
+
+
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     job = RunningJob(["-n", "2", "--cpu", script(tmp_path, WAIT), tmp_path])
     job.wait_for(tmp_path / "0.0", tmp_path / "1.0")

@@ -265,7 +265,7 @@ def test_a_process_that_holds_the_output_open_does_not_keep_a_host_from_ending(m
             "import sys; print('motd'); sys.exit('a: Permission denied.')",
             "ssh exited with code 1: a: Permission denied.",
         ),
-        ("import os; os.kill(os.getpid(), 9)", "ssh was killed by signal 9: it printed nothing."),
+        ("import os; os.kill(os.getpid(), 9)", "ssh was killed by SIGKILL: it printed nothing."),
         (
             "raise SystemExit('No module named photinus.run.remote')",
             f"ssh exited with code 1: No module named photinus.run.remote. All hosts need Photinus {__version__}.",

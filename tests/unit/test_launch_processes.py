@@ -136,7 +136,7 @@ def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path
         deaths = processes.deaths()
         assert [d.rank for d in deaths] == [0, 1, 2]
         cause = root_cause(deaths)
-        assert (cause.rank, cause.pid, cause.signal_name) == (1, pids(processes)[1], "SIGKILL")
+        assert (cause.rank, cause.pid, cause.status) == (1, pids(processes)[1], -signal.SIGKILL)
         assert [d.consequence for d in deaths] == [True, False, True]
 
 

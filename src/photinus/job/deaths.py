@@ -177,11 +177,6 @@ class Death:
         return self.raised is not None and any(name == "FaultyHardwareError" for name, _ in self.raised.chain)
 
     @property
-    def signal_name(self) -> str | None:
-        """SIGKILL and the like, None for a process that left by itself."""
-        return name_signal(-self.status) if self.status < 0 else None
-
-    @property
     def _since_s(self) -> float:
         if self.raised is not None and self.raised.raised_at_s is not None:
             # A rank may take seconds to exit after it raised; another one, which missed it, may be seen dead before.
@@ -189,12 +184,14 @@ class Death:
         return self.seen_at_s - (_KILL_IS_SEEN_LATE_S if self.status == -signal.SIGKILL else 0.0)
 
 
-def name_signal(number: int) -> str:
-    """SIGKILL and the like."""
+def describe_end(status: int) -> str:
+    """Return `exited with code 3`, or `was killed by SIGKILL` for minus the number of a signal."""
+    if status >= 0:
+        return f"exited with code {status}"
     try:
-        return signal.Signals(number).name
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:  # real-time signals have no names
-        return f"signal {number}"
+        return f"was killed by signal {-status}"
 
 
 def root_cause(deaths: Sequence[Death]) -> Death:
@@ -292,9 +289,7 @@ def _headline(death: Death) -> str:
     who = f"rank {death.rank} (pid {death.pid})"
     if death.raised is not None:
         return f"{who} {_raised_text(death.raised)}"
-    if death.signal_name is not None:
-        return f"{who} was killed by {death.signal_name}"
-    return f"{who} exited with code {death.status}"
+    return f"{who} {describe_end(death.status)}"
 
 
 def _raised_text(raised: Raised) -> str:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ...job.attempt import AttemptMembers
-from ...job.deaths import name_signal
+from ...job.deaths import describe_end
 from ...job.spec import JobSpec
 from ...job.worker_files import WorkerFiles
 from .interrupts import Interrupted, Interrupts, block_signals
@@ -26,7 +26,7 @@ from .job import Job
 from .program import source_of
 from .worker import WORKER_FILE, python_command
 
-_ANSWERS_WITHIN_S = 60.0
+_ANSWERS_WITHIN_S, _ENDS_WITHIN_S = 60.0, 1.0
 _IMPORTS_BY_NAME = {"importlib", "runpy", "pkgutil"}
 _CHANGE = ("setdefault", "update", "pop", "putenv", "unsetenv", "setenv")
 # torch, its libraries and numpy's read variables of these names when they are loaded.
@@ -163,10 +163,11 @@ class StartMethod:
     def _lose(self) -> None:
         """It ended, or does not answer: say so once, and go on without."""
         assert self._process is not None
-        if (code := self._process.poll()) is None:
+        try:
+            how = describe_end(self._process.wait(_ENDS_WITHIN_S))
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
-        how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
+            how = "does not answer"
         self._refusal = f"the process that forks workers (pid {self._process.pid}) {how}"
         self._say(f"photinus: {self._refusal}: they start without it, and import torch themselves\n")
 

@@ -19,11 +19,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 from ...errors import LaunchError
 from ...job.attempt import tell_ended
-from ...job.deaths import name_signal
+from ...job.cgroup import text_of
+from ...job.deaths import describe_end
 from ...job.own_address import listen, reaches_from
 from .interrupts import block_signals
 from .job import LOOPBACK
@@ -93,8 +95,8 @@ class StoreProcess:
             return ""
         self.close()
         if code >= 0:
-            raise LaunchError(f"{name} exited with code {code}: does `import torch` fail in {sys.executable}?")
-        return f"{name} was killed by {name_signal(-code)}"
+            raise LaunchError(f"{name} {describe_end(code)}: does `import torch` fail in {sys.executable}?")
+        return f"{name} {describe_end(code)}"
 
     def close(self) -> None:
         """Ends the process."""
@@ -130,11 +132,7 @@ class StoreProcess:
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:  # it has just ended
-        return False
+    return text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
 def serve() -> None:

@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ...job.deaths import describe_end
 from ...job.own_address import is_loopback
 from ...version import __version__
 from .command import CONNECT_S, MARK, remote_command
@@ -167,9 +168,8 @@ class RemoteHost:
             status, errors = await self._exit_status(), await self._errors_at_end()
             text = errors.strip() or error.partial.decode(errors="replace").strip() or "it printed nothing"
             text = text.rstrip(".") + (f". All hosts need Photinus {__version__}" if "No module named" in text else "")
-            how = f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
-            by_hand = f"{self._ssh} {self.host.destination} {sys.executable} -m photinus --version"
-            raise TroubleError(f"host {self.name}: ssh {how}: {text}. Try by hand: {by_hand}") from None
+            text += f". Try by hand: {self._ssh} {self.host.destination} {sys.executable} -m photinus --version"
+            raise TroubleError(f"host {self.name}: ssh {describe_end(status)}: {text}") from None
         return await self._answer("hello")
 
     async def _answer(self, kind: str) -> dict[str, Any]:

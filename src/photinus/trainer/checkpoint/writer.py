@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ...job.deaths import name_signal
+from ...job.deaths import describe_end
 from ...parallel.exchange.agreement import JSON, error_class
 from .state_memory import HostImage, StateMemory
 
@@ -145,8 +145,7 @@ class Writer:
             if line.endswith(b"\n"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        status = self._process.wait()
-        how = f"was killed by {name_signal(-status)}" if status < 0 else f"exited with code {status}"
+        how = describe_end(self._process.wait())
         error = (
             f"{self.order} was not written: the process that writes beside training (pid {self._process.pid}) "
             f"{how}. What was written before is untouched."
