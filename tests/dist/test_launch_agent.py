@@ -23,19 +23,22 @@ from photinus.run.local.store import StoreProcess
 folder = Path(sys.argv[1])
 with start_guard() as guard, handle_signals() as interrupts, closing(StoreProcess()) as store:
     from photinus.run.agent import Agent, OneHost
+    from photinus.job.attempt import JobEndedError
     from photinus.run.local.job import Job
     from photinus.job.spec import JobSpec, Program
 
     class Leader(OneHost):
         '''Orders to meet anew in the very moment in which the agent sees the failure.'''
-        ordered = False
+        ordered = sys.argv[2] != "regroup"
         def order(self):
             if not self.ordered and agent._processes.any_failed():
                 self.ordered = True
                 return "regroup"
+            if not agent._processes.any_running():
+                store.loss = lambda: "the store was killed"  # when nobody needs it any more
             return super().order()
         def verdict_on(self, report, check):
-            raise AssertionError("nobody judges what failed before a meeting")
+            raise JobEndedError("nobody judges what failed before a meeting, or when the leader is lost")
 
     output = Output()
     program = Program("script", str(folder / "train.py"))
@@ -44,24 +47,27 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
     processes = partial(Processes, guard=guard, output=output, interrupts=interrupts)
     agent = Agent(job, leader, output, interrupts, processes)
     with as_subreaper():
-        verdict = agent.run()
+        try:
+            assert agent.run() is None
+            print(f"attempts {leader._attempt + 1}")
+        except JobEndedError:
+            print("ended")
     output.close()
-    print("failed" if verdict is not None else f"attempts {leader._attempt + 1}")
 """
 TRAIN = """
 import os, time
 if os.environ["PHOTINUS_ATTEMPT"] == "0":
     if os.environ["RANK"] == "1":
         raise {error}
-    time.sleep(60)
+    time.sleep({sleeps_s})
 """
 
 
-def play(folder: Path, error: str) -> tuple[str, str]:
+def play(folder: Path, error: str, order: str = "regroup", sleeps_s: float = 60) -> tuple[str, str]:
     (folder / "play.py").write_text(PLAY)
-    (folder / "train.py").write_text(TRAIN.replace("{error}", error))
+    (folder / "train.py").write_text(TRAIN.replace("{error}", error).replace("{sleeps_s}", str(sleeps_s)))
     done = subprocess.run(
-        [sys.executable, str(folder / "play.py"), str(folder)],
+        [sys.executable, str(folder / "play.py"), str(folder), order],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -77,6 +83,11 @@ def test_a_failure_in_the_moment_of_an_order_to_meet_anew_is_told_and_hinders_no
     assert out == "attempts 2\n"
     assert "raised OSError: the disk is away" in err
     assert "photinus: starting all workers again\n" in err
+
+
+def test_a_store_that_is_lost_when_all_workers_have_finished_costs_no_restart(tmp_path: Path) -> None:
+    out, err = play(tmp_path, "SystemExit(0)", sleeps_s=0)
+    assert (out, err) == ("attempts 1\n", "")
 
 
 def test_a_rank_that_missed_the_lost_host_is_no_news_at_the_order_to_meet_anew(tmp_path: Path) -> None:

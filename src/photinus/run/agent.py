@@ -56,9 +56,8 @@ class OneHost:
         return AttemptMembers(workers, 0, self._attempt, self._job.job_id, port, restarts=restarts)
 
     def order(self) -> Order | None:
-        """Done, once the workers are; to meet again, when the store is lost and a restart is left."""
-        loss = self._store.loss()
-        if not loss:
+        """Done, once the workers are; to meet again, when they lost their store and a restart is left."""
+        if self._finished or not (loss := self._store.loss()):
             return "done" if self._finished else None
         if not (restart := self._policy.spend_restart()):
             raise JobEndedError(f"{loss}. No restarts left (--max-restarts {self._job.spec.max_restarts})")
@@ -191,12 +190,10 @@ class Agent:
             if processes.any_running() and (ended := set(processes.finished_ranks()) - reported_ended):
                 reported_ended |= ended
                 self._peers.report_ended(sorted(ended))
-            order = self._peers.order()
-            if order is None and not processes.any_running() and not processes.any_failed() and not has_reported_finish:
+            if not (processes.any_running() or processes.any_failed() or has_reported_finish):
                 has_reported_finish = True
                 self._peers.report_finished()
-                order = self._peers.order()
-            if order is not None:
+            if (order := self._peers.order()) is not None:
                 return order  # before failures: after an order to gather again nobody decides on them
             if processes.any_failed():
                 return "stop"
