@@ -94,8 +94,9 @@ class TestRule:
         assert reason_to_stop(attempt(5, by_gloo), []) is None
         own = raised("ConnectionResetError", text="[Errno 104] Connection reset by peer")  # of a server of the script's
         assert reason_to_stop(attempt(5, own, finished=(1,)), []) is None
-        verdict = RestartPolicy(3).decide([Report((death(missed),), (1,), 5)], world_size=2, attempt=0)
-        assert (verdict.restart, verdict.rank, verdict.host) == (False, 1, "vm")
+        reports = [Report((death(missed),), (), 5, host="vm"), Report((), (1,), 5, host="other")]
+        verdict = RestartPolicy(3).decide(reports, world_size=2, attempt=0)
+        assert (verdict.restart, verdict.rank, verdict.host) == (False, 1, "other")
 
 
 class TestVerdict:

@@ -39,6 +39,7 @@ class Report:
         steps: the most that a worker has reported (see status.py).
         run: the run that the steps are counted in; empty where each process counts its own from 0.
         oom: kills for want of memory during the attempt, in words.
+        host: the name of the one host; empty for all.
     """
 
     deaths: tuple[Death, ...]
@@ -46,6 +47,7 @@ class Report:
     steps: int = 0
     oom: str = ""
     run: str = ""
+    host: str = ""
 
     @property
     def cause(self) -> Death:
@@ -221,8 +223,8 @@ class RestartPolicy:
         where = cause.rank, cause.host, exit_code_of(cause)
         if _left_early(now):
             first = now.finished[0]
-            theirs = [death.host for report in reports if first in report.finished for death in report.deaths]
-            where = first, (theirs or [cause.host])[0], exit_code_of(cause)
+            host = next(report.host for report in reports if first in report.finished)
+            where = first, host, exit_code_of(cause)
         return Verdict(restart != "", delay_s, *where, text, short, restarts=self.restarts)
 
     def _after_suspension(self, now: Report, world_size: int) -> Verdict:

@@ -219,7 +219,8 @@ class Agent:
             self._output.say(text, alarm=True)
             self._peers.leave(reason, 1)
             raise JobEndedError(f"this host {reason}")
-        report = Report(deaths, finished, processes.steps(), oom_since(oom_before), processes.out())
+        oom, host = oom_since(oom_before), socket.gethostname()
+        report = Report(deaths, finished, processes.steps(), oom, processes.out(), host)
         return self._peers.verdict_on(report, self._raise_if_interrupted)
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
