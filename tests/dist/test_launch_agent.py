@@ -94,3 +94,10 @@ def test_a_rank_that_missed_the_lost_host_is_no_news_at_the_order_to_meet_anew(t
     out, err = play(tmp_path, "__import__('photinus.errors').errors.PeerLostError('rank 0')")
     assert out == "attempts 2\n"
     assert err == ""
+
+
+def test_a_failure_on_which_nobody_judges_because_the_leader_is_lost_is_shown(tmp_path: Path) -> None:
+    out, err = play(tmp_path, "OSError('the disk is away')", order="none")
+    assert out == "ended\n"
+    assert err.count("raised OSError: the disk is away") == 1
+    assert err.endswith("photinus: the job ends\n")

@@ -109,6 +109,70 @@ def test_a_scripts_own_handler_of_sigterm_has_the_time_to_save(tmp_path):
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
 
 
+FAILS_BESIDE_A_DEAF_RANK = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "deaf").write_text("yes")
+    time.sleep(1000)
+while not (folder / "deaf").exists():
+    time.sleep(0.01)
+atexit.register((folder / "failed").write_text, "yes")
+raise ValueError("there is no class 11")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupt_while_the_launcher_waits_for_another_rank_does_not_hide_an_error(tmp_path, number):
+    words = [
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        tmp_path / "logs",
+        script(tmp_path, FAILS_BESIDE_A_DEAF_RANK),
+        tmp_path,
+    ]
+    job = RunningJob(["--stop-grace", "5", *words])
+    job.wait_for(tmp_path / "failed")
+    time.sleep(0.5)
+    job.send(number)
+    ended = job.end()
+    assert ended.code == 128 + number
+    assert ended.err.count("raised ValueError: there is no class 11") == 1
+    assert ended.err.count("ValueError: there is no class 11") == 2  # with the traceback
+    assert ended.err.endswith(f"photinus: the job ends\nphotinus: ended by {number.name}: 2 workers were ended\n")
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert log.read_text().endswith("ValueError: there is no class 11\n")
+
+
+CANNOT_SAVE = """
+import signal, sys, time
+from pathlib import Path
+def save(*_):
+    raise OSError("the disk is full")
+signal.signal(signal.SIGTERM, save)
+Path(sys.argv[1], "ready").write_text("yes")
+try:
+    time.sleep(1000)
+except KeyboardInterrupt:
+    save()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_error_of_a_script_that_saves_when_it_is_ended_is_shown(tmp_path, number):
+    job = RunningJob(["--nproc-per-node", "1", script(tmp_path, CANNOT_SAVE), tmp_path])
+    job.wait_for(tmp_path / "ready")
+    job.send(number)
+    ended = job.end()
+    assert ended.code == 128 + number
+    assert "photinus: rank 0 " in ended.err
+    assert "raised OSError: the disk is full" in ended.err
+    assert ended.err.endswith(f"photinus: ended by {number.name}: its worker was ended\n")
+
+
 def test_a_killed_launcher_leaves_no_worker_no_child_and_no_guard(tmp_path):
     job, pids = start_family(tmp_path)
     others = [pid for pid in descendants(job.process.pid) if pid not in pids]

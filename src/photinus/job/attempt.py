@@ -94,8 +94,8 @@ class Peers(Protocol):
     def report_finished(self) -> None:
         """Report that all workers of this host ended well; "done" follows, or another order."""
 
-    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
-        """Return what follows from a failed attempt, or the order "regroup" when what failed was another host."""
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | None:
+        """Return what follows from a failed attempt; None when another host failed, and all gather again."""
 
     def leave(self, reason: str, exit_code: int) -> None:
         """Report that this host goes."""

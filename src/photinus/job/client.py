@@ -112,10 +112,10 @@ class SeveralHosts:
         """Say that all workers of this host ended well; "done" will follow, or another order."""
         self._send({"type": "finished"})
 
-    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | None:
         """Send how this host's workers ended, and wait for the verdict on those of all hosts.
 
-        Returns the order "regroup" in place of a verdict when what failed was another host.
+        Returns None when another host failed, and all gather again.
         """
         self._send({"type": "report", "report": report.to_json()})
         while True:
@@ -126,7 +126,7 @@ class SeveralHosts:
                     self._say(verdict.short, not verdict.suspended)
                 return verdict
             if message["type"] in _GATHER_AGAIN:
-                return "regroup"
+                return None
 
     def leave(self, reason: str, exit_code: int) -> None:
         """Say that this host goes; the job ends with the exit code if this is the leader's."""

@@ -172,6 +172,13 @@ class Death:
         return self.raised is not None and self.raised.suspended
 
     @property
+    def is_own(self) -> bool:
+        """Return whether it failed by itself, perhaps in the moment in which the launcher ended it."""
+        if self.raised is not None and (self.suspended or (self.raised.lost_a_peer and not self.is_faulty)):
+            return False
+        return not self.ended_by_us or bool(_stack(self).strip())
+
+    @property
     def is_faulty(self) -> bool:
         """Return whether an audit found that the worker may compute wrong, whatever its script raised after that."""
         return self.raised is not None and any(name == "FaultyHardwareError" for name, _ in self.raised.chain)

@@ -18,7 +18,7 @@ from ..job.cgroup import OomKills, oom_kills, oom_since
 from ..job.deaths import exit_message, failure_text, suspension_words
 from ..job.restart_policy import Report, RestartPolicy, Verdict
 from ..job.status import LAST_CHECKPOINT
-from .local.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
+from .local.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupted, Interrupts
 from .local.job import Job
 from .local.output import Output
 from .local.processes import Processes
@@ -72,7 +72,7 @@ class OneHost:
         """All is done."""
         self._finished = True
 
-    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict:
         """The verdict on this host's workers."""
         verdict = self._policy.decide([report], world_size=self._job.local_world_size, attempt=self._attempt)
         self._say(verdict.text, not verdict.suspended)
@@ -133,18 +133,14 @@ class Agent:
                     processes.wait_for_leftovers(self._grace_s)
                     self._end(signal.SIGTERM, 0.0)
                     return None
-                answer: Order | Verdict = order
-                if order == "stop":
-                    answer = self._report(processes, oom_before, members.attempt)
-                else:
-                    self._regroup(processes, order, members.attempt)
+                verdict = self._report(processes, oom_before) if order == "stop" else None
+                if order != "stop":
+                    self._regroup(processes, order)
                 self._end(signal.SIGTERM, self._grace_s)
-                self._forget()
-                delay_s = 0.0
-                if isinstance(answer, Verdict):
-                    if not answer.restart:
-                        return answer
-                    delay_s = answer.delay_s
+                self._forget("" if verdict is not None else "starting all workers again")
+                if verdict is not None and not verdict.restart:
+                    return verdict
+                delay_s = 0.0 if verdict is None else verdict.delay_s
         except Interrupted:
             number = self._interrupts.first
             assert number is not None
@@ -158,7 +154,7 @@ class Agent:
         finally:
             self.ended_workers = self._processes is not None
             self._end(signal.SIGTERM, self._grace_s)
-            self._forget()
+            self._forget("the job ends")
 
     def _start(self, members: AttemptMembers) -> Processes:
         """Starts this host's workers. LaunchError: one of them cannot be started."""
@@ -198,8 +194,8 @@ class Agent:
             if processes.any_failed():
                 return "stop"
 
-    def _report(self, processes: Processes, oom_before: OomKills | None, attempt: int) -> Verdict | Order:
-        """Ends the workers after a failure and tells the peers how they ended; returns what follows.
+    def _report(self, processes: Processes, oom_before: OomKills | None) -> Verdict | None:
+        """Ends the workers after a failure and tells the peers how they ended; returns their verdict, if there is one.
 
         Raises:
             JobEndedError: an audit found that this host computes wrong, and others go on without it.
@@ -211,29 +207,23 @@ class Agent:
         self._end(signal.SIGTERM, self._grace_s)
         self._raise_if_interrupted()
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
-        for death in deaths:
-            self._output.add_to_log(death.rank, exit_message(death))
         if any(death.is_faulty for death in deaths) and not isinstance(self._peers, OneHost):
             reason = "left the job: an audit found that it may compute wrong"
-            text = failure_text(deaths, finished=finished, attempt=attempt, next_step=f"this host {reason}")
-            self._output.say(text, alarm=True)
+            self._forget(f"this host {reason}")
             self._peers.leave(reason, 1)
             raise JobEndedError(f"this host {reason}")
         oom, host = oom_since(oom_before), socket.gethostname()
         report = Report(deaths, finished, processes.steps(), oom, processes.out(), host)
-        return self._peers.verdict_on(report, self._raise_if_interrupted)
+        verdict = self._peers.verdict_on(report, self._raise_if_interrupted)
+        for death in deaths if verdict is not None else ():
+            self._output.add_to_log(death.rank, exit_message(death))
+        return verdict
 
-    def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
+    def _regroup(self, processes: Processes, order: Order) -> None:
         if processes.suspensions():  # another host's ranks asked them to; they leave when all is saved
             processes.wait_for_reasons(self._grace_s, self._grace_s)
-        if processes.any_failed():
-            own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
-            if own:
-                text = failure_text(
-                    own, finished=processes.finished_ranks(), attempt=attempt, next_step="starting all workers again"
-                )
-                self._output.say(text, alarm=True)
-        elif order == "save" and processes.can_suspend() and (words := self._suspend(processes)) is not None:
+        may_save = order == "save" and not processes.any_failed() and processes.can_suspend()
+        if may_save and (words := self._suspend(processes)) is not None:
             self._output.say(f"photinus: {words}; all workers start again\n")
 
     def _end(self, ask: signal.Signals, grace_s: float) -> None:
@@ -241,11 +231,20 @@ class Agent:
             self._processes.stop(ask, grace_s)
             self._output.drain(0.5)
 
-    def _forget(self) -> None:
-        if self._processes is not None:
-            self._job = replace(self._job, out=self._processes.out())
-            self._processes.close()
-            self._processes = None
+    def _forget(self, next_step: str) -> None:
+        """Let go of the ended workers; with a `next_step`, report their own failures, on which there is no verdict."""
+        if (processes := self._processes) is None:
+            return
+        deaths = processes.deaths() if next_step else []
+        if own := [death for death in deaths if death.is_own and -death.status not in SIGNALS]:
+            for death in deaths:
+                self._output.add_to_log(death.rank, exit_message(death))
+            finished, attempt = processes.finished_ranks(), processes.attempt
+            text = failure_text(own, finished=finished, attempt=attempt, next_step=next_step)
+            self._output.say(text, alarm=True)
+        self._job = replace(self._job, out=processes.out())
+        processes.close()
+        self._processes = None
 
     def _raise_if_interrupted(self) -> None:
         if (number := self._interrupts.first) is not None:

@@ -114,6 +114,7 @@ class Processes:
         orders: int | None = None,
         start_method: StartMethod | None = None,
     ) -> None:
+        self.attempt = members.attempt
         self._job = job
         self._members = members
         self._guard = guard
