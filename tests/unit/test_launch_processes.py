@@ -174,6 +174,31 @@ def test_after_a_sigkill_only_a_rank_in_the_middle_of_a_loops_step_is_not_waited
         assert root_cause(processes.deaths()).rank == 1
 
 
+RAISES_SLOWLY = """
+from photinus.job import status
+class Slow(Exception):
+    def __str__(self):
+        time.sleep(0.1)
+        return "slow"
+status.update(letter="r")
+if rank == 0:
+    open(sys.argv[0] + ".raises", "w").close()
+    raise Slow
+while not os.path.exists(sys.argv[0] + ".raises"):
+    time.sleep(0.001)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_after_a_sigkill_a_rank_that_records_its_own_exception_is_waited_for(tmp_path):
+    with workers(tmp_path, RAISES_SLOWLY) as (processes, _, _):
+        watch(processes, processes.any_failed)
+        processes.wait_for_reasons(DEADLINE_S, DEADLINE_S)
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        first, second = processes.deaths()
+        assert (first.raised.type_name, first.raised.text, second.status) == ("Slow", "slow", -signal.SIGKILL)
+
+
 KID_DEAF_TO_SIGTERM = """
 import subprocess
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -15,6 +15,7 @@ import pytest
 import photinus.run.local.worker as worker
 from photinus.job.deaths import Raised
 from photinus.job.worker_files import WorkerFiles
+from photinus.run.local import processes
 
 WORKER = worker.__file__
 
@@ -201,6 +202,37 @@ def test_an_excepthook_of_the_script_is_called_and_one_around_ours_prints_nothin
     ended = bootstrap("script", "script.py", cwd=folder, error_file=error_file)
     assert (ended.stdout, ended.stderr) == ("hook ValueError <module>\n", "")
     assert Raised.from_json(error_file.read_text()).type_name == "ValueError"
+
+
+def test_an_excepthook_that_the_script_calls_itself_prints(folder):
+    (folder / "script.py").write_text(
+        "import sys\ntry:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
+        "    sys.excepthook(type(error), error, error.__traceback__)\n"
+    )
+    ended = bootstrap("script", "script.py", cwd=folder, error_file=folder / "error.json")
+    assert ended.returncode == 0
+    assert ended.stderr == python("script.py", cwd=folder).stderr
+    assert "ZeroDivisionError: division by zero" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["opcode.py", "traceback.py"])
+def test_python_prints_an_error_that_cannot_be_recorded_because_of_a_file_beside_the_script(folder, name):
+    (folder / name).write_text("")
+    (folder / "script.py").write_text("def inner():\n    raise ValueError('mine')\ninner()\n")
+    ended = bootstrap("script", "script.py", cwd=folder, error_file=folder / "error.json")
+    assert ended.returncode == 1
+    assert ended.stderr == python("script.py", cwd=folder).stderr
+
+
+def test_of_an_endless_error_beginning_and_end_are_recorded(folder):
+    (folder / "script.py").write_text("raise ValueError('begin' + '\U0001f600' * 2_000_000 + 'end')\n")
+    error_file = folder / "error.json"
+    bootstrap("script", "script.py", cwd=folder, error_file=error_file)
+    assert error_file.stat().st_size < processes._RECORD_LIMIT_BYTES
+    raised = Raised.from_json(error_file.read_text())
+    assert raised.text.startswith("begin")
+    assert raised.traceback.startswith("Traceback (most recent call last)")
+    assert raised.traceback.endswith("end\n")
 
 
 def test_leaving_with_a_code_is_recorded_with_what_lies_behind(folder):

@@ -49,7 +49,7 @@ _LEFT_ENDS_WITHIN_S, _LEFT_DIES_WITHIN_S = 0.5, 0.5
 _SAY_LEFT_S = 1.0
 _LOOK_S = 0.01
 _NOTICED_WITHIN_S = 0.03  # by ranks that wait for the one that died
-_RECORD_LIMIT_BYTES = 1 << 20
+_RECORD_LIMIT_BYTES = 4 << 20  # a text may be clipped to 100,000 characters, each 12 bytes in JSON
 _OF_A_WORKER = f"{env.WORKER_FILES.name}="
 
 
@@ -201,7 +201,8 @@ class Processes:
 
         Returns early when each has ended or recorded an exception. While every known failure is a consequence of a lost
         rank, waits up to `cause_timeout_s`: the kernel may take long to end a process with much memory or a GPU. After
-        a SIGKILL, which is a cause, it does not wait for a rank in the middle of a long step, which `stop` kills.
+        a SIGKILL, which is a cause, it does not wait for a rank in the middle of a long step, which `stop` kills, but
+        for one that has begun to record its exception.
         """
         begun_at_s = time.monotonic()
         was_killed = not self.suspensions() and any(w.status == -signal.SIGKILL for w in self._workers)
@@ -210,7 +211,7 @@ class Processes:
             silent = [w for w in self._workers if w.status is None and not w.has_raised()]
             cause_known = any(not death.consequence for death in self.deaths())
             if was_killed and cause_known and elapsed_s > _NOTICED_WITHIN_S:
-                silent = [w for w in silent if not w.hears("r")]
+                silent = [w for w in silent if not w.hears("r") or os.fstat(w.error_file).st_size]
             is_late = elapsed_s > (timeout_s if cause_known or not silent else cause_timeout_s)
             if is_late or (not silent and (cause_known or not self.any_running())):
                 return

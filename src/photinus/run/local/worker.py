@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _CHAIN_LIMIT = 16
+_TEXT_LIMIT = 100_000
 
 
 def python_command() -> list[str]:
@@ -85,8 +86,15 @@ def describe(
     """
     chain = [[type(link).__name__, _text(link)[:2000]] for link in _links(error)]
     own = {"chain": chain, "by": by, "place": _place(error), "exit_code": exit_code, "raised_at_s": raised_at_s}
-    facts = {"py_callstack": traceback_text, "timestamp": str(int(time.time()))}
-    return {"message": {"message": f"{type(error).__name__}: {_text(error)}", "extraInfo": facts}, "photinus": own}
+    facts = {"py_callstack": _clip(traceback_text), "timestamp": str(int(time.time()))}
+    message = {"message": _clip(f"{type(error).__name__}: {_text(error)}"), "extraInfo": facts}
+    return {"message": message, "photinus": own}
+
+
+def _clip(text: str) -> str:
+    """Leave out the middle of a text that is too long for the launcher."""
+    half = _TEXT_LIMIT // 2
+    return text if len(text) <= _TEXT_LIMIT else f"{text[:half]} ... {text[-half:]}"
 
 
 def _links(error: BaseException) -> list[BaseException]:
@@ -143,6 +151,7 @@ def _last_frame(error: BaseException) -> types.TracebackType | None:
 
 
 _worker_pid = os.getpid()  # imported in the worker itself
+_recorded: BaseException | None = None
 
 
 def _file(number: int) -> str:
@@ -164,14 +173,24 @@ def _write(text: str, mode: str) -> bool:
     return True
 
 
-def _record(error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float, by: list[str]) -> bool:
+def _record(error: BaseException, exit_code: int, *, traced: bool) -> bool:
+    """Write the error, and how it came about if it is `traced`, for the launcher; return whether it is written."""
+    raised_at_s = time.monotonic()
+    _write(" ", "a")  # the launcher waits for what follows
     try:
         import json
 
-        text = json.dumps(describe(error, traceback_text, exit_code, raised_at_s, by))
-    except Exception:  # noqa: BLE001 - a json.py beside the script takes its place
+        by, text = raised_by(error), ""  # before frames are left out
+        if traced:
+            import traceback
+
+            if "photinus.tracebacks" in sys.modules:  # the script uses Photinus
+                sys.modules["photinus.tracebacks"].shorten(error)
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        content = json.dumps(describe(error, text, exit_code, raised_at_s, by))
+    except Exception:  # noqa: BLE001 - a file beside the script takes the place of such a module
         return False
-    return _write(text, "w")
+    return _write(content, "w")
 
 
 def _without_own_frames(error: BaseException) -> types.TracebackType | None:
@@ -182,25 +201,24 @@ def _without_own_frames(error: BaseException) -> types.TracebackType | None:
     return frame
 
 
-def _silent_hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Stands at the bottom of sys.excepthook (torch and loggers put theirs around it): the launcher shows the error."""
+def _hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Stands at the bottom of sys.excepthook (torch and loggers put theirs around it).
+
+    It prints all but the error that the launcher shows: a script may call the hook itself, in a thread for example.
+    """
+    if error is not _recorded:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _fail(error: BaseException) -> NoReturn:
     """An uncaught exception: recorded for the launcher, shown to the script's own hooks, then Python's exit code."""
-    import traceback
-
-    raised_at_s, by = time.monotonic(), raised_by(error)  # before frames are left out
+    global _recorded
     sys.last_value = error  # Python sets it too, and code that runs at the exit reads it
     error.__traceback__ = _without_own_frames(error)
-    if "photinus.tracebacks" in sys.modules:  # the script uses Photinus
-        sys.modules["photinus.tracebacks"].shorten(error)
-    trace = error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    if not _record(error, text, 1, raised_at_s, by):
-        sys.__excepthook__(type(error), error, trace)
+    if _record(error, 1, traced=True):
+        _recorded = error
     # A hook of the script may take its time (a debugger). Only a newline in the record says that we leave now.
-    sys.excepthook(type(error), error, trace)
+    sys.excepthook(type(error), error, error.__traceback__)
     _write("\n", "a")
     raise SystemExit(1)
 
@@ -210,7 +228,7 @@ def _leave(leaving: SystemExit) -> None:
     code = leaving.code
     if code is None or code == 0:
         return
-    _record(leaving, "", code & 0xFF if isinstance(code, int) else 1, time.monotonic(), raised_by(leaving))
+    _record(leaving, code & 0xFF if isinstance(code, int) else 1, traced=False)
     _write("\n", "a")
 
 
@@ -307,7 +325,7 @@ def main() -> None:
             os.execvp(target, [target, *arguments])
         except OSError as error:
             _fail(error)
-    sys.excepthook = _silent_hook
+    sys.excepthook = _hook
     run(kind, target, arguments)
 
 
