@@ -135,6 +135,44 @@ def test_output_reaches_a_notebooks_stand_in_for_stdout(tmp_path: Path) -> None:
     assert "[1] here is rank 1" in ended.stdout
 
 
+def test_what_ranks_print_when_they_are_interrupted_reaches_a_notebook(tmp_path: Path) -> None:
+    ended = run_script(
+        tmp_path,
+        f"""
+        import io, os, signal, sys, threading, time, photinus
+        folder = {str(tmp_path)!r}
+
+        class Cell(io.StringIO):
+            def fileno(self):
+                raise io.UnsupportedOperation
+
+        def work():
+            try:
+                open(os.path.join(folder, "ready"), "w").close()
+                time.sleep(100)
+            except KeyboardInterrupt:
+                print("rank 0 saves")
+                raise
+
+        def interrupt():
+            while not os.path.exists(os.path.join(folder, "ready")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        terminal, sys.stdout = sys.stdout, Cell()
+        try:
+            photinus.launch(work, nprocs=1)
+        except KeyboardInterrupt:
+            terminal.write(sys.stdout.getvalue())
+        """,
+    )
+    assert (ended.returncode, ended.stdout) == (
+        0,
+        "rank 0 saves\nphotinus: ended by SIGINT: its worker was ended\n",
+    ), ended.stderr
+
+
 def fails_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         raise KeyError("the key that rank 1 needs")
@@ -168,6 +206,17 @@ def test_a_rank_that_is_killed_gives_the_launchers_exit_code() -> None:
         photinus.launch(is_killed, nprocs=1)
 
 
+def ends_its_process() -> int:
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    return 5
+
+
+def test_a_rank_whose_function_does_not_return_is_an_error_also_with_exit_code_0() -> None:
+    with pytest.raises(LaunchError, match="rank 1 exited with code 0 before ends_its_process returned"):
+        photinus.launch(ends_its_process, nprocs=2)
+
+
 def attempt() -> int:
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if number == 0:
@@ -177,6 +226,18 @@ def attempt() -> int:
 
 def test_ranks_are_started_anew_as_often_as_asked() -> None:
     assert photinus.launch(attempt, nprocs=2, max_restarts=1) == [1, 1]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no option -P")
+def test_a_file_of_the_working_directory_takes_no_modules_place(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("random.py", "platform.py"):
+        (here / name).write_text("raise SystemExit('this is not the module of Python')")
+    script = tmp_path / "script.py"
+    script.write_text("import photinus\nprint(photinus.launch(lambda: 5, nprocs=1))\n")
+    ended = subprocess.run([sys.executable, str(script)], cwd=here, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "[5]\n"), ended.stderr
 
 
 def test_what_cannot_travel_is_refused_before_any_process_is_started() -> None:

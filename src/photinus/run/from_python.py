@@ -8,7 +8,6 @@ done with CUDA or threads does not matter to them.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import ctypes
 import os
 import pickle
@@ -24,9 +23,10 @@ import cloudpickle
 from .. import env
 from ..errors import LaunchError
 from ..job.deaths import Raised
-from ..job.world import read_scheduler
+from ..job.world import name_ranks, read_scheduler
 from .function import read_answers
 from .local.worker import python_command
+from .ssh.command import safe_path
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
@@ -84,7 +84,8 @@ def launch(
         pickle.dump(sys.path, call_file)
         call_file.write(call)
         call_file.flush()
-        command = [*python_command(), "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
+        command = [*python_command(), *safe_path(), "-m", "photinus", "run", "--standalone"]
+        command += ["--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
         command += ["--oversubscribe"] if oversubscribe else []
         command += [] if "torch" in sys.modules else ["--start-method", "spawn"]  # they may well do without it, too
@@ -94,7 +95,10 @@ def launch(
         last = read_answers(answers)
     if code != 0:
         raise LaunchError(_first_error(last, code), exit_code=code)
-    return [cloudpickle.loads(data) for kind, data in last.values() if kind == "result"]
+    if early := [rank for rank, (kind, _) in last.items() if kind != "result"]:
+        name = getattr(main, "__qualname__", type(main).__name__)
+        raise LaunchError(f"{name_ranks(early, 8)} exited with code 0 before {name} returned: let it return")
+    return [cloudpickle.loads(data) for _, data in last.values()]
 
 
 def _memory_file(what: str) -> BinaryIO:
@@ -142,10 +146,11 @@ def run_launcher(command: list[str]) -> int:
     """Runs the launcher with its output where this process's goes, and ends it with us."""
     # A notebook's sys.stdout is no file: what the launcher writes has to be carried there.
     carried = not (_is_file(sys.stdout, 1) and _is_file(sys.stderr, 2))
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     sys.stdout.flush()
     sys.stderr.flush()
     libc = ctypes.CDLL(None)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if carried else None,
@@ -154,30 +159,24 @@ def run_launcher(command: list[str]) -> int:
         start_new_session=True,
         # The launcher ends in order, with all its ranks, when this process is killed.
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-    )
-    try:
-        if carried:
-            assert process.stdout is not None
-            decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-            # Progress bars: pass each update on, not only whole lines.
-            while piece := os.read(process.stdout.fileno(), _PIECE_BYTES):
-                sys.stdout.write(decode(piece))
-                sys.stdout.flush()
-        code = process.wait()
-        return 128 - code if code < 0 else code
-    except BaseException:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+    ) as process:
+        try:
+            if carried:
+                assert process.stdout is not None
+                # Progress bars: pass each update on, not only whole lines.
+                while piece := os.read(process.stdout.fileno(), _PIECE_BYTES):
+                    sys.stdout.write(decode(piece))
+                    sys.stdout.flush()
+            code = process.wait()
+            return 128 - code if code < 0 else code
+        except BaseException:
+            process.send_signal(signal.SIGINT)
             try:
-                process.wait(timeout=_END_S)
+                rest = process.communicate(timeout=_END_S)[0]
+                sys.stdout.write(decode(rest or b""))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-        raise
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
+            raise
 
 
 def _is_file(stream: Any, number: int) -> bool:
