@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,39 @@ def test_ranks_of_a_loop_of_ones_own_stop_at_the_step_of_the_first_that_was_aske
         run_ranks("tests.faults.test_preemption:count_up", world_size=3, backend="gloo", arguments={"asked": asked})
     )
     assert found == [40, 40, 40]
+
+
+TRAINS = """
+import os, sys, time, torch, photinus
+photinus.init(seed=0)
+model, optimizer = photinus.wrap(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+data, folder = torch.rand(4000, 2), sys.argv[1]
+loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=1, out=folder + "/run")
+for batch in loop:
+    loop.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    open(f"{folder}/trains-{os.environ['PHOTINUS_ATTEMPT']}", "w").write("yes")
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("by_shell", [False, True], ids=["Python", "a shell script"])
+def test_a_program_that_suspends_itself_is_treated_as_a_script_that_does(tmp_path: Path, by_shell: bool) -> None:
+    path = script(tmp_path, TRAINS)
+    command = f"{sys.executable} {path} {tmp_path}"
+    program = ["bash", "-c", f"{command}; exit $?"] if by_shell else command.split()
+    job = RunningJob(["--cpu", "--nproc-per-node", "1", "--max-restarts", "0", "--no-python", *program])
+    job.wait_for(tmp_path / "trains-0")
+    job.send(signal.SIGUSR1)
+    job.wait_for(tmp_path / "trains-1")
+    job.send(signal.SIGTERM)
+    ended = job.end()
+    assert ended.code == 143
+    assert "photinus: suspended\nphotinus: starting the worker again (no failure, and not counted as one)" in ended.err
+    assert ended.err.endswith(
+        "photinus: suspended; the same command resumes from there\nphotinus: ended by SIGTERM: its worker was ended\n"
+    )
 
 
 class Slow(Dataset[Any]):

@@ -8,6 +8,7 @@
     steps    how far training is: the run's step where a Loop says it, else the steps of torch's optimizers in this
              process, or its calls of `suspend_requested`; 0 before the first
     saved    the run's step at its newest checkpoint on a disk, of this process or resumed from; -1 for none
+    pid      of the process that writes: of a program (--no-python) it may be a child, as of a shell script
     out      NUMBER:FOLDER of the run that it is in, and how many it began before; empty outside
 
 The launcher reads it when the worker is dead, too: a restart makes sense only if there is something to go on with.
@@ -27,6 +28,7 @@ LAST_CHECKPOINT = "the last checkpoint is of step {}"
 RESUMES = "the same command resumes from there"
 HEARD = "rcs"
 ONLY_ASKED_BY_SIGTERM = "rs"
+SUSPENDED_CODE = 75  # EX_TEMPFAIL of sysexits.h, "try again later"
 _WIDTH = 20
 
 
@@ -37,6 +39,7 @@ class Status:
     letter: str = "-"
     steps: int = 0
     saved: int = -1
+    pid: int = 0
     out: str = ""
 
 
@@ -75,9 +78,9 @@ def count_optimizer_steps() -> None:
 
 def read(text: str) -> Status:
     """Read a worker's last status; `text` is the content of its file, perhaps empty."""
-    steps, saved = text[1 : 1 + _WIDTH], text[1 + _WIDTH : 1 + 2 * _WIDTH]
-    out = text[1 + 2 * _WIDTH :].partition("\n")[0]
-    return Status(text[:1], int(steps), int(saved), out) if text else Status()
+    steps, saved, pid = (text[1 + _WIDTH * number : 1 + _WIDTH * (number + 1)] for number in range(3))
+    out = text[1 + 3 * _WIDTH :].partition("\n")[0]
+    return Status(text[:1], int(steps), int(saved), int(pid), out) if text else Status()
 
 
 def _write() -> None:
@@ -87,5 +90,5 @@ def _write() -> None:
         with contextlib.suppress(OSError):  # of a launcher that is gone
             _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if path else None
     if _file is not None:
-        line = f"{_status.letter}{_status.steps:>{_WIDTH}}{_status.saved:>{_WIDTH}}{_status.out}\n"
-        os.pwrite(_file, line.encode(errors="surrogateescape"), 0)
+        numbers = f"{_status.steps:>{_WIDTH}}{_status.saved:>{_WIDTH}}{os.getpid():>{_WIDTH}}"
+        os.pwrite(_file, f"{_status.letter}{numbers}{_status.out}\n".encode(errors="surrogateescape"), 0)

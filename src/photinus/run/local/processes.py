@@ -35,7 +35,7 @@ from ... import env
 from ...job.attempt import AttemptMembers
 from ...job.cgroup import text_of
 from ...job.deaths import Death, Raised
-from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
+from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, SUSPENDED_CODE, Status, read
 from ...job.worker_files import WorkerFiles, path_of
 from .guard import Guard
 from .interrupts import Interrupts
@@ -73,7 +73,11 @@ class _Worker:
 
     def record(self) -> Raised | None:
         """The record of its uncaught exception, if it has written one."""
-        return Raised.from_json(_content(self.error_file)) if os.fstat(self.error_file).st_size else None
+        if os.fstat(self.error_file).st_size:
+            return Raised.from_json(_content(self.error_file))
+        # A program (--no-python) writes none.
+        has_suspended = self.status == SUSPENDED_CODE and self.last_status().steps > 0
+        return Raised((("Suspended", ""),), "", SUSPENDED_CODE) if has_suspended else None
 
     def has_raised(self) -> bool:
         """Return whether an exception ended it. (After a record of torch's `@record`, it may still run.)"""
@@ -83,6 +87,15 @@ class _Worker:
         """Sends a signal, and continues a process that is stopped (SIGSTOP), so that it can act upon the signal."""
         for each in (number, signal.SIGCONT):
             signal.pidfd_send_signal(self.pidfd, each)
+
+    def request(self, number: signal.Signals) -> None:
+        """Sends a signal to the process that hears it as a request to suspend; to the worker where none does."""
+        status = self.last_status()
+        with contextlib.suppress(ProcessLookupError):  # of a container, which numbers processes by itself
+            if status.letter in HEARD and os.getsid(status.pid) == self.process.pid:
+                os.kill(status.pid, number)
+                return
+        self.ask(number)
 
     def hears(self, letters: str) -> bool:
         """Return whether the letter of its status is one of these (see status.py)."""
@@ -165,7 +178,7 @@ class Processes:
         """Sends SIGUSR1 to the workers that hear it; their ranks agree on a step, save and leave."""
         for worker in self._workers:
             if worker.status is None and worker.hears(HEARD):
-                signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR1)
+                worker.request(signal.SIGUSR1)
 
     def suspend(self, grace_s: float) -> None:
         """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow, with this grace.
@@ -177,7 +190,7 @@ class Processes:
         for worker in self._workers:
             if worker.status is None:
                 worker.asked_to_leave = True
-                worker.ask(signal.SIGTERM)
+                worker.request(signal.SIGTERM)
         self._wait_for_ends(deadline, lambda: self._interrupts.forced or self._any_ended_unsaved())
 
     def kill_overdue(self, grace_s: float) -> None:

@@ -29,8 +29,8 @@ from ...parallel.exchange.agreement import place_in_group
 from ...parallel.exchange.collectives import control_device, resolve_group
 from ..checkpoint.statefile import finish_writing
 
-EXIT_CODE = 75
-"""What a process that has suspended itself leaves with: EX_TEMPFAIL of sysexits.h, "try again later"."""
+EXIT_CODE = status.SUSPENDED_CODE
+"""What a process that has suspended itself leaves with."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
