@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_run import run_job, script
+from tests.dist.test_run import RunningJob, run_job, script
 
 REPORT = """
 import argparse
@@ -125,6 +126,60 @@ def test_a_reader_that_has_gone_ends_no_job(tmp_path: Path) -> None:
     assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
+
+
+SSH = """#!/bin/bash
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
+for command; do :; done
+echo $$ > ssh.pid
+bash -c "$command"
+exit $?
+"""
+WAITS = """
+import os, time
+from pathlib import Path
+Path(f"began-{os.environ['RANK']}").write_text("yes")
+while not Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_ssh_to_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=1\nother slots=1\n")
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    words = ["--hostfile", "hosts", "--ssh", tmp_path / "ssh", "--master-port", "0", "--max-restarts", "0", "--cpu"]
+    job = RunningJob([*words, script(tmp_path, WAITS)], cwd=tmp_path)
+    job.wait_for(*(tmp_path / name for name in ("ssh.pid", "began-0", "began-1")))
+    os.kill(int((tmp_path / "ssh.pid").read_text()), signal.SIGUSR1)
+    time.sleep(0.5)
+    (tmp_path / "go").write_text("on")
+    ended = job.end()
+    assert ended.code == 0, ended.err
+
+
+STOPS_ITS_LAUNCHER = """
+import os, signal, sys, time
+from pathlib import Path
+stopped = Path(sys.argv[1], "stopped")
+if os.environ["RANK"] == "1":
+    os.kill(os.getppid(), signal.SIGSTOP)
+    stopped.write_text("yes")
+    time.sleep(1000)
+while not stopped.exists():
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_end_after_a_failure_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    words = ["--hostfile", tmp_path / "hosts", "--master-port", "0", "--rdzv-conf", "heartbeat_timeout=2"]
+    path = script(tmp_path, STOPS_ITS_LAUNCHER)
+    ended = run_job(*words, "--max-restarts", "0", "--stop-grace", "1", path, tmp_path, cwd=tmp_path)
+    assert ended.code != 0
+    assert ended.err.endswith("; 127.0.0.1 did not confirm in time\n")
 
 
 def test_a_host_that_fails_before_it_joins_ends_those_that_wait_for_it(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, program: str, do: Callable[[RemoteH
     async def within_a_loop() -> T:
         host = RemoteHost(Host("a"), here=True)
         try:
+            await host.start()
             return await do(host)
         finally:
             host.close_lifeline()
@@ -314,6 +315,7 @@ def test_a_host_says_why_it_cannot_take_part(job, told):
     async def do() -> None:
         host = RemoteHost(Host("a"), here=True)
         try:
+            await host.start()
             await host.reach()
             await host.prepare({**order, **job}, 20.0)
         finally:
@@ -333,6 +335,7 @@ def test_a_module_that_only_the_typed_pythonpath_has_is_found_on_a_host(tmp_path
     async def do() -> dict[str, Any]:
         host = RemoteHost(Host("a"), here=True)
         try:
+            await host.start()
             await host.reach()
             return await host.prepare(order, 20.0)
         finally:

@@ -308,6 +308,16 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
         assert interrupts.forced
 
 
+def test_a_terminal_that_is_closed_signals_twice_and_cuts_no_grace_short(monkeypatch):
+    with handle_signals() as interrupts:
+        signal.raise_signal(signal.SIGHUP)
+        monkeypatch.setattr(interrupts, "_first_at_s", interrupts._first_at_s - 5.0)
+        signal.raise_signal(signal.SIGHUP)
+        assert (interrupts.received, interrupts.forced) == ([signal.SIGHUP], False)
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupts.forced
+
+
 def test_a_worker_that_is_killed_from_outside_while_it_is_stopped_is_told_from_those_that_left(tmp_path):
     text = f"rank or signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(tmp_path)!r} + f'/{{rank}}', 'w')\n"
     with workers(tmp_path, text + "time.sleep(100)\n") as (processes, _, _):
@@ -425,7 +435,7 @@ def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_le
     try:
         if end == "kill":
             assert os.getsid(guard) == guard  # what ends the launcher's terminal or group does not reach it
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
                 os.kill(guard, number)
             os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait(DEADLINE_S)

@@ -17,6 +17,8 @@ import signal
 import time
 from collections.abc import Iterator
 
+from .interrupts import SIGNALS
+
 _PR_SET_CHILD_SUBREAPER = 36
 _DYING_S = 5.0
 
@@ -86,7 +88,7 @@ def as_subreaper() -> Iterator[None]:
 
 
 def _stand_guard(reading: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (*SIGNALS, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.setsid()
     # A pipe or terminal of the launcher must not stay open because of the guard; nor a folder stay busy.

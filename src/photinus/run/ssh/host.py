@@ -63,12 +63,8 @@ class RemoteHost:
         address = self.hello["address"]
         return self.here or (address is not None and is_loopback(address))
 
-    async def reach(self) -> None:
-        """Start the command, and wait until the host says who it is.
-
-        Raises:
-            TroubleError: it cannot be reached, or has a different version of Photinus.
-        """
+    async def start(self) -> None:
+        """Start the command that reaches the host."""
         command = remote_command(self.host, here=self.here, ssh=self._ssh, silence_s=self._silence_s)
         self._process = process = await asyncio.create_subprocess_exec(
             *command,
@@ -84,6 +80,13 @@ class RemoteHost:
         assert process.stderr is not None
         self._in, self._out, self._err = process.stdin, process.stdout, process.stderr
         self._reading_errors = asyncio.ensure_future(self._show(self._err, self._take_errors))
+
+    async def reach(self) -> None:
+        """Wait until the host says who it is.
+
+        Raises:
+            TroubleError: it cannot be reached, or has a different version of Photinus.
+        """
         try:
             self.hello = await asyncio.wait_for(self._greet(), HELLO_S)
         except asyncio.TimeoutError:

@@ -33,7 +33,7 @@ from ...errors import LaunchError
 from ...job.own_address import reaches_from
 from ...job.spec import JobSpec
 from ...words import mask, mask_words
-from ..local.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupted, Interrupts, handle_signals
+from ..local.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupted, Interrupts, block_signals, handle_signals
 from ..local.join import DEFAULT_PORT
 from .command import CONNECT_S, exported_variables, find_here, ssh_command, variable_files
 from .host import LOST, RemoteHost, TroubleError
@@ -119,6 +119,8 @@ class _Job:
     async def run(self) -> int:
         attending = asyncio.ensure_future(self._attend())
         try:
+            with block_signals():
+                await self._on_all(lambda number, host: host.start())
             await self._on_all(lambda number, host: host.reach())
             first, *_ = await self._on_all(self._prepare)
             failed = await self._watch(first)
