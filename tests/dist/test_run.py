@@ -235,6 +235,18 @@ def test_where_the_loopback_interface_is_down_one_line_says_so_before_any_worker
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_job_runs_where_proc_is_read_only(tmp_path, way):
+    alone = ["unshare", "--mount", "sh", "-c", 'mount -t proc -o ro proc /proc && exec "$@"', "sh"]
+    if os.geteuid() != 0 or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("a read-only /proc needs root, and unshare")
+    path = script(tmp_path, "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('met')\n")
+    words = ["--cpu", "--nproc-per-node", "1", "--start-method", way, path]
+    command = [*alone, sys.executable, "-m", "photinus", "run", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "met\n", "")
+
+
 def test_a_script_that_never_imports_photinus_or_torch_runs_in_silence(tmp_path):
     ended = run_job("--nproc-per-node", "2", script(tmp_path, "print('hello')"))
     assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[1] hello", "hello"], "")

@@ -163,6 +163,7 @@ def test_an_error_is_shown_where_a_file_beside_the_script_takes_the_place_of_jso
         ("import sys, json", "the script imports only the standard library"),
         ("import os, sys\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch", "the script sets OMP_NUM_THREADS"),
         ("import os\nos.environ.update(KMP_AFFINITY='none')\nimport torch", "the script sets KMP_AFFINITY"),
+        ("\ufeffimport os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch", "the script sets OMP_NUM_THREADS"),
         ("import os\nos.environ.setdefault('TORCH_LOGS', '+all')\nimport torch", "the script sets TORCH_LOGS"),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\nprint(os.environ['OMP_NUM_THREADS'])\nimport torch", ""),
     ],

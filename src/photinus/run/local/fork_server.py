@@ -15,6 +15,7 @@ this process says why and ends, and the launcher starts workers the other way.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.machinery
@@ -43,9 +44,7 @@ def serve(mark: str, modules: set[str]) -> None:
     """
     _, descriptor, names = mark.split(":")
     control = socket.socket(fileno=int(descriptor))
-    with open("/proc/self/comm") as file:
-        comm = file.read().strip()
-    _rename("photinus-fork")
+    comm = _rename("photinus-fork")
     try:
         reason = _why_not("Python") or _import(names.split(",")) or _why_not("`import torch`")
         reason = reason or _find_hidden_file(sys.modules.keys() - modules)
@@ -71,10 +70,13 @@ def serve(mark: str, modules: set[str]) -> None:
     os._exit(0)
 
 
-def _rename(name: str) -> None:
-    """Set what `ps -o comm` and `top` show."""
-    with open("/proc/self/comm", "w") as file:
+def _rename(name: str) -> str:
+    """Set what `ps -o comm` and `top` show; return what it was."""
+    old = ""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "r+") as file:  # /proc may be read-only
+        old = file.read().strip()
         file.write(name)
+    return old
 
 
 def _fork_twice(answer: int) -> int:
@@ -89,7 +91,7 @@ def _fork_twice(answer: int) -> int:
                 return between
             os._exit(0)
     except OSError as error:
-        os.write(answer, f"!{error}".encode())
+        os.write(answer, f"!{error.errno}".encode())
         if os.getpid() != parent:
             os._exit(1)
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -147,7 +148,7 @@ class StartMethod:
                 self._process.send_signal(signal.SIGCONT)  # stopped by somebody, it would never answer
             answer = answers.read() if _readable([reading], _ANSWERS_WITHIN_S) else ""
         if answer.startswith("!"):
-            raise OSError(answer[1:])
+            raise OSError(number := int(answer[1:]), os.strerror(number))
         if answer:
             return Forked(int(answer))
         self._lose()
@@ -181,7 +182,7 @@ class StartMethod:
             return "Python reports each worker's imports (-v, -X importtime)"
         try:
             source = source_of(program)
-            text = source.read_text(encoding="utf-8") if source is not None else "import torch"
+            text = importlib.util.decode_source(source.read_bytes()) if source is not None else "import torch"
             tree = ast.parse(text)
         except (OSError, ValueError, SyntaxError, RecursionError):  # the worker will say what is wrong with it
             return ""

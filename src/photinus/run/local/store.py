@@ -161,7 +161,7 @@ def serve() -> None:
 def main(launcher_pid: int) -> NoReturn:
     """Be the process that holds the stores."""
     die_with_launcher(launcher_pid)  # the import of torch would go on for seconds
-    with open("/proc/self/comm", "w") as name:
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:  # /proc may be read-only
         name.write("photinus-store")
     with contextlib.suppress(ConnectionError):  # the launcher is gone
         serve()
