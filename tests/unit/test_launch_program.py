@@ -78,9 +78,15 @@ def test_python_of_any_name_is_a_script(folder):
     with zipfile.ZipFile(folder / "train.app", "w") as archive:
         archive.writestr("__main__.py", "")
     (folder / "broken.py").write_text("if")  # the worker shows where
-    os.mkfifo(folder / "pipe")  # bash's <(...) is read once, by the worker
-    for name in ("train", "train.txt", "train.app", "broken.py", "pipe"):
+    for name in ("train", "train.txt", "train.app", "broken.py"):
         check_program(Program("script", name))
+
+
+@pytest.mark.parametrize("target", ["pipe", "/dev/stdin", "/dev/null"])
+def test_a_script_that_only_one_process_could_read_is_refused(folder, target):
+    os.mkfifo(folder / "pipe")  # as bash's <(...)
+    with pytest.raises(UsageError, match="each worker has to read it, so it has to be a file with a name of its own"):
+        check_program(Program("script", target))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

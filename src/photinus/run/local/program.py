@@ -26,6 +26,7 @@ from ...words import closest
 
 _PYTHON = (".py", ".pyw", ".pyc", ".pyz")
 _HEAD_BYTES = 1024
+_OF_ONE_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/self/")
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 # A script's own list of packages, PEP 723: comments between `# /// script` and `# ///`, with TOML in them.
 _HEADER = re.compile(r"(?m)^# /// script$\s(?P<lines>(^#(| .*)$\s)+)^# ///$")
@@ -60,7 +61,9 @@ def _check_script(target: str) -> None:
         raise UsageError(f"script {target} does not exist (looked in {os.getcwd()}).{hint}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"script {target} exists, but this user may not read it.")
-    if path.is_file() and path.suffix not in _PYTHON:
+    if not path.is_file() or target.startswith(_OF_ONE_PROCESS):
+        raise UsageError(f"script {target}: each worker has to read it, so it has to be a file with a name of its own.")
+    if path.suffix not in _PYTHON:
         _check_is_python(target, path)
 
 
