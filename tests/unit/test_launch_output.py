@@ -198,7 +198,8 @@ def test_two_streams_to_one_file_are_written_in_turn(tmp_path):
 
 
 @pytest.mark.parametrize("why", ["the disk is full", "the terminal was closed"])
-def test_workers_go_on_when_their_lines_cannot_be_shown_because(why):
+def test_workers_go_on_when_their_lines_cannot_be_shown_because(why, capfd, monkeypatch):
+    monkeypatch.setattr("photinus.run.local.output._full", set())
     if why == "the disk is full":
         target = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -217,6 +218,8 @@ def test_workers_go_on_when_their_lines_cannot_be_shown_because(why):
     assert output.last_lines(1) == ("x" * 200,) * 10
     output.close()
     os.close(target)
+    warning = "photinus: warning: cannot write the output of workers: No space left on device. Training continues; "
+    assert capfd.readouterr().err == f"{warning}that output is lost.\n" * (why == "the disk is full")
 
 
 def read_until(terminal: int, end: bytes) -> bytes:

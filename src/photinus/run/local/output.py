@@ -17,6 +17,7 @@ The last lines of each rank that has a pipe are kept, for the report of a failur
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -294,15 +295,18 @@ class Output:
         write_all(target, data, self.gives_up)
 
 
+_full: set[int] = set()
+
+
 def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: False) -> None:
     """Writes to stdout or stderr. What cannot be written is dropped and the job goes on.
 
-    The reader may have gone (`| head`), the terminal been closed (EIO), the disk be full: whoever carries the workers'
-    lines must go on reading them, or each worker waits for ever in its next print. A reader that does not go on is
-    waited for, until `gives_up`.
+    The reader may have gone (`| head`), the terminal been closed (EIO), the disk be full, which is said once: whoever
+    carries the workers' lines must go on reading them, or each worker waits for ever in its next print. A reader that
+    does not go on is waited for, until `gives_up`.
     """
     poll, rest = select.poll(), memoryview(data)
-    with contextlib.suppress(OSError):
+    try:
         poll.register(target, select.POLLOUT)
         while rest:
             if not poll.poll(_LOOK_MS):
@@ -311,6 +315,11 @@ def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: F
                 continue
             with contextlib.suppress(BlockingIOError):  # somebody made the terminal non-blocking
                 rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]  # for so much there is room
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and target not in _full:
+            _full.add(target)
+            text = f"cannot write the output of workers: {error.strerror}. Training continues; that output is lost."
+            write_all(2, f"photinus: warning: {text}\n".encode(), gives_up)
 
 
 def _read(reading: int) -> bytes:
