@@ -161,6 +161,8 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
     assert exported_variables({"A": "shell"}, ("A",), variable_files(home, here))["A"] == "shell"
     assert len(variable_files(here, here)) == 1
     assert len(variable_files(Path("x" * 300), here)) == 1  # a home folder that cannot be looked into
+    (here / ".deepspeed_env").write_bytes(b"A=caf\xe9\n")
+    assert os.fsencode(exported_variables({}, (), variable_files(here, here))["A"]) == b"caf\xe9"
     (here / ".deepspeed_env").write_text("A=1\nnot a variable\n")
     with pytest.raises(UsageError, match=r"\.deepspeed_env:2: 'not a variable' is not valid"):
         exported_variables({}, (), variable_files(home, here))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from photinus.errors import LaunchError
+from photinus.errors import LaunchError, UsageError
 from photinus.job import channel, client, own_address
 from photinus.job.channel import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.job.deaths import Death, Raised
@@ -321,6 +321,14 @@ def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_li
         ):
             member.meet(lambda: None)
     assert said[0].startswith("photinus: waiting for the host that leads the job, at nosuch.invalid port 29500 (")
+
+
+@pytest.mark.parametrize("node_rank", [None, 0, 1])
+def test_port_0_is_refused_on_each_of_several_hosts(node_rank):
+    flags = HostSpec((2, 2), node_rank=node_rank, leader="192.0.2.1", port=0)
+    with pytest.raises(UsageError, match="--master-port 0 works on one host only"):
+        with join.join_job(job(flags), store=StoreProcess(), say=lambda *_: None):
+            pass
 
 
 def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):

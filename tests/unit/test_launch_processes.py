@@ -41,13 +41,14 @@ class NoGuard(Guard):
 
 
 @contextmanager
-def workers(tmp_path, text, count=2):
+def workers(tmp_path, text, count=2, orders=None):
     """`count` workers that run `text` with `rank` defined; stopped at the end whatever happens."""
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{text}")
     guard, output = NoGuard(), Output()
     with handle_signals() as interrupts, as_subreaper():
-        processes = made(Program("script", str(script)), count, guard=guard, output=output, interrupts=interrupts)
+        parts = {"guard": guard, "output": output, "interrupts": interrupts, "orders": orders}
+        processes = made(Program("script", str(script)), count, **parts)
         try:
             processes.start()
             yield processes, guard, interrupts
@@ -292,6 +293,17 @@ def test_a_worker_that_exits_with_0_because_it_was_asked_to_leave_had_not_finish
         wait_until(ready.exists)
         processes.stop(signal.SIGTERM, 5.0)
         assert (processes.deaths(), processes.finished_ranks()) == ([], [])
+
+
+def test_the_launcher_sleeps_during_the_grace_when_another_host_has_sent_something(tmp_path):
+    text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n"
+    orders = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    with workers(tmp_path, text, count=1, orders=orders) as (processes, _, _):
+        wait_until((tmp_path / "ready").exists)
+        used_s = time.thread_time()
+        processes.stop(signal.SIGTERM, 1.5)
+        assert time.thread_time() - used_s < 0.5
+    os.close(orders)
 
 
 def test_a_second_interrupt_cuts_the_grace_short(tmp_path):

@@ -44,7 +44,7 @@ def join_job(
     `listener`: a socket that was bound for the leader, which is this host then.
 
     Raises:
-        UsageError: nobody said who leads.
+        UsageError: nobody said who leads, or at which port.
         LaunchError: this host should lead and cannot listen there.
     """
     spec, hosts = job.spec, job.spec.hosts
@@ -55,7 +55,8 @@ def join_job(
             f"--nnodes {least if least == most else f'{least}:{most}'} needs the leading host: give --master-addr "
             f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
         )
-    port = DEFAULT_PORT if hosts.port is None else hosts.port
+    if (port := DEFAULT_PORT if hosts.port is None else hosts.port) == 0:
+        raise UsageError("--master-port 0 works on one host only: others cannot know the port. Give a port number.")
     secret = env.JOB_SECRET.get(job.base_environ)
     key = key_of(secret or "", hosts.job_id or "")
     with contextlib.ExitStack() as stack:
@@ -125,8 +126,6 @@ def _listener(
                 exit_code=2,
             )
         return None, leader
-    if port == 0:
-        raise UsageError("--master-port 0 works on one host only: others cannot know the port. Give a port number.")
     try:
         return listen(own[0], port), own[0]
     except PortTakenError:

@@ -137,6 +137,7 @@ class Processes:
         self._workers: list[_Worker] = []
         self._poll = select.poll()
         self._poll.register(interrupts.fd, select.POLLIN)
+        self._orders = orders
         if orders is not None:
             self._poll.register(orders, select.POLLIN)
         self._asked_at_s: float | None = None  # when `suspend` did
@@ -153,6 +154,9 @@ class Processes:
         """Returns when a worker has ended, an interrupt has come, or the time is over."""
         events = self._poll.poll(max(0.0, timeout_s) * 1000)
         self._interrupts.drain()
+        if self._orders is not None:  # else the next wait would not sleep
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._orders)
         if events:
             self._note_ends()
         self._leftovers()

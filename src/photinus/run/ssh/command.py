@@ -134,7 +134,7 @@ def variable_files(home: Path, here: Path) -> tuple[Path, ...]:
 def _read_variables(file: Path) -> dict[str, str]:
     """The variables of lines NAME=VALUE; quotes around a value are no part of it. UsageError: a line is not so."""
     variables = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue

@@ -142,10 +142,11 @@ class _Job:
         if code == LOST:
             raise LaunchError(
                 f"host {failed.name}: ssh lost the connection, or Photinus was killed there. The launcher ended the "
-                f"others."
+                f"others{self._silent_hosts()}."
             )
         raise LaunchError(
-            f"the job failed: host {failed.name} was the first to end, with exit code {code}; see above",
+            f"the job failed: host {failed.name} was the first to end, with exit code {code}; see above"
+            f"{self._silent_hosts()}",
             exit_code=code,
         )
 
@@ -275,10 +276,12 @@ class _Job:
 
     async def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]
-        names = [host.name for host in self._hosts if host.is_running]
-        silent = f"; {', '.join(names)} did not confirm in time" if names else ""
-        await self._say(f"ended by {number.name}: {what}{silent}")
+        await self._say(f"ended by {number.name}: {what}{self._silent_hosts()}")
         return 128 + number
+
+    def _silent_hosts(self) -> str:
+        names = [host.name for host in self._hosts if host.is_running]
+        return f"; {', '.join(names)} did not confirm in time" if names else ""
 
     async def _say(self, text: str) -> None:
         await self._on_screen(partial(self._err.write_lines, f"photinus: {text}\n".encode()))
