@@ -11,6 +11,7 @@ from photinus.run.local.devices import (
     WorkerCount,
     check_devices,
     choose_worker_count,
+    count_gpus,
     gpu_names,
     usable_cores,
     visible_devices,
@@ -47,6 +48,12 @@ def test_gpus_are_not_asked_for_when_they_do_not_matter():
 
     assert choose_worker_count("cpu", cpu_only=True, gpus=never, cores=lambda: 2).count == 2
     assert choose_worker_count(5, cpu_only=True, gpus=never, cores=lambda: 2).count == 5
+
+
+def test_gpus_are_counted_beside_a_file_with_the_name_of_a_module_that_torch_uses(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('this is not the random of Python')")
+    monkeypatch.chdir(tmp_path)
+    assert count_gpus("xpu", os.environ) >= 0
 
 
 def test_gpu_asked_for_and_absent_is_refused(monkeypatch):

@@ -373,6 +373,14 @@ def test_what_a_worker_saved_is_known_before_it_has_left(tmp_path):
         assert suspension_words(processes.suspensions()) == "suspended at step 7"
 
 
+def test_of_the_runs_that_ranks_are_in_the_last_one_that_was_begun_is_known(tmp_path):
+    text = "from photinus.job import status\nstatus.update(out=f'{9 + rank}:runs/{rank}')\n"
+    text += f"open({str(tmp_path)!r} + f'/{{rank}}', 'w')\ntime.sleep(100)\n"
+    with workers(tmp_path, text) as (processes, _, _):
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        assert processes.out() == "10:runs/1"
+
+
 def test_waiting_ends_when_an_interrupt_comes(tmp_path):
     with workers(tmp_path, "time.sleep(100)", count=1) as (processes, _, interrupts):
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))

@@ -43,7 +43,8 @@ def count_gpus(kind: str, environ: Mapping[str, str]) -> int:
     """
     if kind == "cuda" and not any(os.path.exists(path) for path in _DRIVERS):
         return 0
-    question = f"import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
+    leave_out_folder = "import sys; sys.path[:] = filter(None, sys.path)"  # where a random.py of the user may lie
+    question = f"{leave_out_folder}; import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
     variables = {**environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     variables.pop(env.JOB_SECRET.name, None)
     process = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=variables)

@@ -333,7 +333,8 @@ class Processes:
 
     def out(self) -> str:
         """Return the run that the workers were in (see status.py)."""
-        return max((worker.last_status().out for worker in self._workers), default="")
+        outs = [worker.last_status().out for worker in self._workers]
+        return max(outs, key=lambda out: int(out.partition(":")[0] or 0), default="")
 
     def close(self) -> None:
         """Closes the files of the ended workers."""
