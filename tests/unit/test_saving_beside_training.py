@@ -163,6 +163,17 @@ def test_a_writer_that_was_stopped_is_made_to_go_on(
     assert [photinus.load(tmp_path / name)["step"] for name in ("x.pt", "y.pt")] == [1, 2]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_request_to_suspend_that_comes_to_all_processes_ends_no_writer(
+    tmp_path: Path, world: Any, number: signal.Signals
+) -> None:
+    for step in (1, 2):
+        photinus.save(tmp_path / "x.pt", wait=False, step=step)
+        assert photinus.load(tmp_path / "x.pt")["step"] == step
+        assert FILE_WRITER._process is not None
+        FILE_WRITER._process.send_signal(number)
+
+
 def test_what_is_wrong_with_the_folder_is_raised_as_if_written_at_once(
     tmp_path: Path, world: Any, beside: None
 ) -> None:

@@ -86,6 +86,7 @@ def _serve(parent: int) -> None:
             os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which some schedulers send to all processes of a job
     os.nice(_NICER_BY)
     with socket.socket(fileno=os.dup(0)) as orders:
         while True:
