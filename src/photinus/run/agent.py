@@ -232,7 +232,7 @@ class Agent:
             self._output.drain(0.5)
 
     def _forget(self, next_step: str) -> None:
-        """Let go of the ended workers; with a `next_step`, report their own failures, on which there is no verdict."""
+        """Let go of the ended workers. Without a verdict there is a `next_step`: report their own failures first."""
         if (processes := self._processes) is None:
             return
         deaths = processes.deaths() if next_step else []

@@ -43,7 +43,7 @@ def count_gpus(kind: str, environ: Mapping[str, str]) -> int:
     """
     if kind == "cuda" and not any(os.path.exists(path) for path in _DRIVERS):
         return 0
-    leave_out_folder = "import sys; sys.path[:] = filter(None, sys.path)"  # where a random.py of the user may lie
+    leave_out_folder = "import sys; sys.path[:] = filter(None, sys.path)"  # it may hold a random.py
     question = f"{leave_out_folder}; import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
     variables = {**environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     variables.pop(env.JOB_SECRET.name, None)

@@ -61,8 +61,8 @@ class Interrupts:
                 signal.signal(number, self.note)
                 self._pass_on(signal.SIGCONT)
             return
-        # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request. Of a
-        # terminal that is closed, the shell and the kernel tell one after the other, and nobody is impatient there.
+        # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request. When a
+        # terminal is closed, the shell and the kernel may both send SIGHUP, and nobody is impatient.
         now_s = time.monotonic()
         is_again = number == signal.SIGHUP or now_s - self._first_at_s < _ONE_REQUEST_S
         if self.received and number not in FROM_A_KEYBOARD and is_again:

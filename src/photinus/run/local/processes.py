@@ -75,7 +75,7 @@ class _Worker:
         """The record of its uncaught exception, if it has written one."""
         if os.fstat(self.error_file).st_size:
             return Raised.from_json(_content(self.error_file))
-        # A program (--no-python) writes none.
+        # A program (--no-python) writes no record.
         has_suspended = self.status == SUSPENDED_CODE and self.last_status().steps > 0
         return Raised((("Suspended", ""),), "", SUSPENDED_CODE) if has_suspended else None
 
@@ -89,9 +89,9 @@ class _Worker:
             signal.pidfd_send_signal(self.pidfd, each)
 
     def request(self, number: signal.Signals) -> None:
-        """Sends a signal to the process that hears it as a request to suspend; to the worker where none does."""
+        """Sends a request to suspend to the process whose loop handles it; where there is none, to the worker."""
         status = self.last_status()
-        with contextlib.suppress(ProcessLookupError):  # of a container, which numbers processes by itself
+        with contextlib.suppress(ProcessLookupError):  # a container numbers its processes by itself
             if status.letter in HEARD and os.getsid(status.pid) == self.process.pid:
                 os.kill(status.pid, number)
                 return
@@ -154,7 +154,7 @@ class Processes:
         """Returns when a worker has ended, an interrupt has come, or the time is over."""
         events = self._poll.poll(max(0.0, timeout_s) * 1000)
         self._interrupts.drain()
-        if self._orders is not None:  # else the next wait would not sleep
+        if self._orders is not None:  # the next wait would not sleep otherwise
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._orders)
         if events:

@@ -263,7 +263,7 @@ def _load(kind: str, target: str) -> tuple[types.CodeType, types.ModuleType]:
         sys.path.insert(0, path)
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
     else:
-        if not (safe_path or target.startswith("photinus.")):  # ours need nothing of the working directory
+        if not (safe_path or target.startswith("photinus.")):  # our modules need nothing of it
             sys.path.insert(0, os.getcwd())
         spec = importlib.util.find_spec(target)
         if spec is not None and spec.submodule_search_locations is not None:

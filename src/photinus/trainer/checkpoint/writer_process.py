@@ -86,7 +86,7 @@ def _serve(parent: int) -> None:
             os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which some schedulers send to all processes of a job
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # some schedulers send it to all processes
     os.nice(_NICER_BY)
     with socket.socket(fileno=os.dup(0)) as orders:
         while True:
