@@ -97,8 +97,13 @@ class DeepSpeedConfig:
 
     def trainer_options(self) -> dict[str, Any]:
         """Keyword arguments for `Trainer`, beside the optimizer, the scheduler and `epochs`."""
-        body = {"precision": self.precision, "clip_norm": self.clip_norm, "scheduler_every": "step"}
-        return {"accumulate": self.accumulation, "strategy": self.strategy, **body}
+        return {
+            "accumulate": self.accumulation,
+            "precision": self.precision,
+            "clip_norm": self.clip_norm,
+            "strategy": self.strategy,
+            "scheduler_every": "step",
+        }
 
     def loader_options(self) -> dict[str, Any]:
         """Keyword arguments for the `loader` of a Trainer or Loop."""

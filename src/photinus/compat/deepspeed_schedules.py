@@ -78,16 +78,21 @@ def _ramp(warmup_num_steps: float, warmup_type: str) -> tuple[int, Callable[[int
 
 
 def _warmup(
-    warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None, warmup_num_steps: float = 1000,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: float = 1000,
     warmup_type: str = "log",
-) -> _Curves:  # fmt: skip
+) -> _Curves:
     return _warmup_decay(None, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
 
 
 def _warmup_decay(
-    total_num_steps: float | None, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = 0.001,
-    warmup_num_steps: float = 1000, warmup_type: str = "log",
-) -> _Curves:  # fmt: skip
+    total_num_steps: float | None,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = 0.001,
+    warmup_num_steps: float = 1000,
+    warmup_type: str = "log",
+) -> _Curves:
     warm, ramp = _ramp(warmup_num_steps, warmup_type)
 
     def rate(n: int, own: float) -> float:
@@ -104,9 +109,12 @@ def _warmup_decay(
 
 
 def _warmup_cosine(
-    total_num_steps: float, warmup_min_ratio: float = 0.0, warmup_num_steps: float = 1000,
-    cos_min_ratio: float = 0.0001, warmup_type: str = "log",
-) -> _Curves:  # fmt: skip
+    total_num_steps: float,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: float = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> _Curves:
     warm, ramp = _ramp(warmup_num_steps, warmup_type)
 
     def rate(n: int, own: float) -> float:
@@ -122,10 +130,17 @@ def _warmup_cosine(
 
 
 def _one_cycle(
-    cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0, cycle_first_step_size: float = 2000,
-    cycle_second_step_size: float | None = None, decay_step_size: float = 0, cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
-) -> _Curves:  # fmt: skip
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: float = 2000,
+    cycle_second_step_size: float | None = None,
+    decay_step_size: float = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> _Curves:
     up = float(cycle_first_step_size)
     down = up if cycle_second_step_size is None else float(cycle_second_step_size)
 
@@ -152,9 +167,11 @@ def _one_cycle(
 
 
 def _range_test(
-    lr_range_test_min_lr: float = 0.001, lr_range_test_step_size: float = 2000, lr_range_test_step_rate: float = 1.0,
+    lr_range_test_min_lr: float = 0.001,
+    lr_range_test_step_size: float = 2000,
+    lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
-) -> _Curves:  # fmt: skip
+) -> _Curves:
     def rate(n: int, own: float) -> float:
         intervals = n / lr_range_test_step_size
         intervals = math.floor(intervals) if lr_range_test_staircase else intervals
@@ -164,7 +181,10 @@ def _range_test(
 
 
 SCHEDULES: Mapping[str, Callable[..., _Curves]] = {
-    "WarmupLR": _warmup, "WarmupDecayLR": _warmup_decay, "WarmupCosineLR": _warmup_cosine,
-    "OneCycle": _one_cycle, "LRRangeTest": _range_test,
-}  # fmt: skip
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup_decay,
+    "WarmupCosineLR": _warmup_cosine,
+    "OneCycle": _one_cycle,
+    "LRRangeTest": _range_test,
+}
 """The function behind each schedule. Its parameters without a default have to be in the configuration."""

@@ -156,15 +156,19 @@ def _watch_parts() -> None:
         gathered.hooks[handle.id] = hook
         return handle
 
+    def is_watched(tensor: Any) -> bool:
+        return tensor in _gathered or AVERAGED in vars(tensor)
+
     def get_data(tensor: Any) -> torch.Tensor:
         # torch counts changes in place of what `detach` returns as changes of the tensor itself; see `StepFacts`.
-        is_watched = tensor in _gathered or AVERAGED in vars(tensor)
-        found: torch.Tensor = tensor.detach() if is_watched else data.__get__(tensor)
+        found: torch.Tensor = tensor.detach() if is_watched(tensor) else data.__get__(tensor)
         return found
 
     def set_data(tensor: Any, value: Any) -> None:
         """Refuses what torch's DTensor ignores without a word, but not the end of `tensor.data *= 2`."""
-        if not getattr(value, "_local_tensor", value).is_set_to(tensor._local_tensor):
+        if not is_watched(tensor):
+            data.__set__(tensor, value)
+        elif not getattr(value, "_local_tensor", value).is_set_to(tensor._local_tensor):
             raise TypeError(
                 "`tensor.data = value` does not change a parameter or a gradient that is split over the ranks. Write "
                 "`tensor.data.copy_(value)`; and keep its value by `tensor.detach().clone()`."
