@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import photinus
 from photinus.parallel import strategy_of
@@ -166,6 +167,8 @@ def cases(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
         for tensor in (weight, weight.grad):
             tensor.data *= 0
         found["data in place"] = float(weight.abs().sum() + weight.grad.abs().sum())
+        users_own = [DTensor.from_local(torch.ones(2), weight.device_mesh) for _ in range(2)]
+        found["data of a user's own"] = _error(lambda: setattr(users_own[0], "data", users_own[1]))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.save(model.state_dict(), io.BytesIO())
@@ -233,6 +236,7 @@ def test_what_a_script_keeps_of_an_optimizer_and_writes_by_data_counts(strategy:
     for rank in said(strategy):
         assert rank["norm"][0] == rank["norm"][1] > 0
         assert rank["data in place"] == 0
+        assert rank["data of a user's own"] == "no error"
 
 
 class Scaling(torch.optim.SGD):
