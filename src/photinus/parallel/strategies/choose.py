@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...words import hint
+from ..ddp.ddp import DistributedDataParallel
 from ..ddp.sync_batch_norm import convert_sync_batchnorm
 from ..exchange.agreement import place_in_group
 from ..exchange.collectives import resolve_group
@@ -115,8 +116,7 @@ def compare_ranks(models: Iterable[nn.Module], when: str) -> None:
     Raises:
         ModelMismatchError: they differ; on all ranks, says where.
     """
-    _, world_size = place_in_group()
-    if world_size == 1:
+    if (world_size := place_in_group()[1]) == 1:
         return
     wrapped = [unwrap_compiled(model) for model in models]
     for facts in step_facts_of(wrapped):
@@ -126,3 +126,5 @@ def compare_ranks(models: Iterable[nn.Module], when: str) -> None:
             ignored: set[str] = getattr(model, "parameters_to_ignore", set())
             pairs = strategy_of(model).unwrap(model).named_parameters()
             compare_parameters([(n, p.detach()) for n, p in pairs if n not in ignored], resolve_group(None), when)
+    for model in (each for each in wrapped if isinstance(each, DistributedDataParallel)):
+        model.reducer.facts.compare(1)  # as after the first exchange: steps, and gradients that were left over
