@@ -72,8 +72,8 @@ class Gathered:
 
 def _refuse_gradient(old: nn.Parameter, *_: object) -> NoReturn:
     raise PhotinusError(
-        f"{split_once[old]} was split by photinus.wrap, and this tensor from before trains nothing. Take the new ones "
-        f"after photinus.wrap, by model.parameters(), in forward by their names. Give it optimizers that exist before."
+        f"{split_once[old]} was split by photinus.wrap, and this tensor from before trains nothing. After it, take the "
+        f"new ones by model.parameters(), in forward by their names, and give photinus.wrap the optimizers."
     )
 
 
@@ -182,7 +182,7 @@ def _watch_parts() -> None:
 
     def reduce_ex(tensor: Any, protocol: Any) -> Any:
         """Behind pickle and torch.save."""
-        if (ranks := tensor.device_mesh.size()) > 1:
+        if (ranks := tensor.device_mesh.size()) > 1 and not all(each.is_replicate() for each in tensor.placements):
             text = f"a tensor that is split over {ranks} ranks is pickled (by torch.save?), and this rank's part alone"
             warnings.warn(f"{text}. To save the whole, use photinus.save on all ranks, or full_tensor()", stacklevel=2)
         return reduce(tensor, protocol)

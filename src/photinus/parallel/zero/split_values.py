@@ -19,9 +19,8 @@ from .split_states import gather_tensor, is_known_split, is_split, part_of, spli
 
 _aten: Any = torch.ops.aten
 _SLICES = "select slice split split_with_sizes unbind diagonal unfold"
-_WRITES = (_aten.index_put_.default, _aten.index_fill_.int_Scalar)  # into some rows, which DTensor refuses
-_DRAWS = "normal_ uniform_ random_ exponential_ log_normal_ bernoulli_ bernoulli rand_like randn_like randint_like"
-_DRAWS += " geometric_ cauchy_"
+_OF_WHOLE = "normal_ uniform_ random_ exponential_ log_normal_ bernoulli_ bernoulli rand_like randn_like randint_like"
+_OF_WHOLE += " geometric_ cauchy_ index_put_ index_fill_"  # the last two write into some rows
 _FACTORIES = "eye zeros ones full arange linspace rand randn"  # with out=, in whose place torch puts the whole
 _DIMS = ("dim", "dim1", "dim2", "dimension")
 
@@ -30,10 +29,9 @@ _DIMS = ("dim", "dim1", "dim2", "dimension")
 def watch_values() -> None:
     """Changes what DTensor does, from now on."""
     handlers = _handlers()
-    handlers.update(dict.fromkeys(_WRITES, _of_whole))
     handlers[_aten.copy_.default] = handlers[_aten.fill_.Tensor] = _copy
     handlers[_aten._local_scalar_dense.default] = _number
-    for handler, names in ((_slice, _SLICES), (_of_whole, _DRAWS), (_of_whole, _FACTORIES)):
+    for handler, names in ((_slice, _SLICES), (_of_whole, _OF_WHOLE), (_of_whole, _FACTORIES)):
         for packet in (getattr(_aten, name) for name in names.split()):
             those = (name for name in packet.overloads() if ("out" in name) == (names is _FACTORIES))
             handlers.update({getattr(packet, name): handler for name in those})
