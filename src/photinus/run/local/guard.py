@@ -4,7 +4,7 @@ A worker asks the kernel to die with its launcher (see `worker`), but its childr
 The guard is a process forked from the launcher before any threads are there: small, in a session of its
 own, deaf to Ctrl-C. It reads a pipe whose other end only the launcher holds. The launcher writes down each worker's
 process group, and kills the guard when it leaves in good order. When the pipe ends, the launcher was killed, and the
-guard kills those groups, and removes the folders that it was told of.
+guard kills those groups, and removes the folders that the launcher named.
 """
 
 from __future__ import annotations

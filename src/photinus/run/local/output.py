@@ -301,9 +301,9 @@ _full: set[int] = set()
 def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: False) -> None:
     """Writes to stdout or stderr. What cannot be written is dropped and the job goes on.
 
-    The reader may have gone (`| head`), the terminal been closed (EIO), the disk be full, which is said once: whoever
-    carries the workers' lines must go on reading them, or each worker waits for ever in its next print. A reader that
-    does not go on is waited for, until `gives_up`.
+    The reader may have gone (`| head`), the terminal may be closed (EIO), or the disk may be full (one warning).
+    Whoever carries the workers' lines must go on reading them, or each worker waits for ever in its next print. It
+    waits for a reader that does not go on, until `gives_up`.
     """
     poll, rest = select.poll(), memoryview(data)
     try:

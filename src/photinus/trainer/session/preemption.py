@@ -30,7 +30,7 @@ from ...parallel.exchange.collectives import control_device, resolve_group
 from ..checkpoint.statefile import finish_writing
 
 EXIT_CODE = status.SUSPENDED_CODE
-"""What a process that has suspended itself leaves with."""
+"""Exit code of a process that has suspended itself."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
