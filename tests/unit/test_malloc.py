@@ -37,7 +37,7 @@ PAGES = (128 << 20) // os.sysconf("SC_PAGESIZE")
 
 
 def steps(folder: Path, how: str, pieces: int = 6, **environ: str) -> tuple[bool, int]:
-    """Return whether the memory is kept, and how many pages a step of 2 ** pieces tensors touches anew."""
+    """Return whether the memory is kept, and how many new pages a step of 2 ** pieces tensors touches."""
     script = folder / "steps.py"
     script.write_text(CODE)
     clean = {name: "" for name in os.environ if name.startswith("MALLOC_")} | environ
